@@ -43,8 +43,8 @@ test-gpu: $(VENV)/.dev
 
 # vLLM as an engine, and what it makes of our checkpoints. Installing it takes minutes and 4 GB (build/vllm), so CI does without.
 test-vllm: $(VENV)/.dev build/vllm/.agentevo
-	AGENTEVO_VLLM=build/vllm/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/processes/test_vllm.py
-	OMP_NUM_THREADS=1 build/vllm/bin/python -m pytest tests/inference/test_vllm_engine.py tests/orchestration/test_vllm_run.py
+	AGENTEVO_VLLM=build/vllm/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runs/processes/test_vllm.py
+	OMP_NUM_THREADS=1 build/vllm/bin/python -m pytest tests/inference/test_vllm_engine.py tests/runs/orchestration/test_vllm_run.py
 
 # AgentEvo beside it, so that it is an engine: what vLLM has brought stays as it is.
 build/vllm/.agentevo: build/vllm/.installed pyproject.toml
@@ -60,9 +60,9 @@ build/vllm/.installed: benchmarks/requirements-vllm.txt
 # What real trackers make of what we log, each in an environment of its own (build/trackers): minutes and GBs, so CI does without.
 TRACKERS := mlflow swanlab trackio wandb
 test-trackers: $(VENV)/.dev $(TRACKERS:%=build/trackers/%/.installed)
-	AGENTEVO_TRACKERS=build/trackers $(BIN)/python -m pytest tests/trackers/test_real_trackers.py
+	AGENTEVO_TRACKERS=build/trackers $(BIN)/python -m pytest tests/observability/trackers/test_real_trackers.py
 
-build/trackers/%/.installed: tests/trackers/requirements/%.txt
+build/trackers/%/.installed: tests/observability/trackers/requirements/%.txt
 	$(PYTHON) -m venv build/trackers/$*
 	build/trackers/$*/bin/python -m pip install --quiet --requirement $<
 	touch $@
@@ -78,7 +78,7 @@ soak: $(VENV)/.dev
 # Minutes, as root: a run over network namespaces as hosts, whose links are slow, cut and come back (docs/replay.md).
 hosts: $(VENV)/.dev
 	$(PIP) install --quiet 'moto[server]' s3fs
-	$(PYTEST) --numprocesses $(JOBS) tests/processes/test_hosts.py tests/processes/test_elastic.py
+	$(PYTEST) --numprocesses $(JOBS) tests/runs/processes/test_hosts.py tests/runs/processes/test_elastic.py
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/run.py

@@ -40,10 +40,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from agentevo.config import EngineSection, LoraSection
 from agentevo.errors import ModelError
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.adapters import add_adapter
-from agentevo.models.attention import prepare
-from agentevo.models.trial import REMEDY
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.compute.adapters import add_adapter
+from agentevo.models.compute.attention import prepare
+from agentevo.models.compute.trial import REMEDY
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.types import Sample, SamplingParams
@@ -60,7 +60,7 @@ plan says which token may attend to which.
 
 Every model is checked when it is loaded. `prepare` runs a short text through the model twice, as
 transformers does and as training and the engine do, and refuses the model if the results differ
-(`models/trial.py`). So an architecture that is missing from these tables is also either exact or
+(`models/compute/trial.py`). So an architecture that is missing from these tables is also either exact or
 refused before anything is created.
 
 `python benchmarks/architectures.py --write` made the tables with transformers {version}, on tiny
@@ -88,7 +88,7 @@ Two RoPE types choose their frequencies by the longest sequence of a pass:
 To train a `longrope` model with long contexts, copy `long_factor` over `short_factor` (and
 `long_mscale` over `short_mscale`, if the model has them) in the RoPE parameters of its
 `config.json`. The model then has one set of frequencies at any length, here and in every engine
-that serves it later (`models/positions.py`).
+that serves it later (`models/compute/positions.py`).
 
 For mixture-of-experts models whose routing can be replayed, see [Training](training.md).
 """

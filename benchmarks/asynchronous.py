@@ -38,8 +38,8 @@ from agentevo.api.run import train
 from agentevo.config import RunConfig, build_config
 from agentevo.observability import LiveView
 from agentevo.observability.metrics import read_metrics
-from agentevo.orchestration.players import make_environment
 from agentevo.rollout.tasks import environment_tasks
+from agentevo.runs.orchestration.players import make_environment
 from agentevo.types import Message, Task
 from figures import Figure, NotComparableError, write_results
 from machine import describe_machine

@@ -26,16 +26,16 @@ from typing import Any
 import torch
 
 from agentevo.config import EngineSection, ModelSection
-from agentevo.inference.broadcast_sender import BroadcastSender
-from agentevo.inference.broadcast_source import BroadcastSource
+from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.inference.engine import NO_VERSION
-from agentevo.inference.publication import Publication
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.inference.weight_transport import WeightSender, WeightSource
-from agentevo.inference.weights import WeightsFolder
-from agentevo.models.attention import prepare
-from agentevo.models.load import load_model
-from agentevo.processes.serve import VersionFollower
+from agentevo.inference.weights.broadcast_sender import BroadcastSender
+from agentevo.inference.weights.broadcast_source import BroadcastSource
+from agentevo.inference.weights.publication import Publication
+from agentevo.inference.weights.weight_transport import WeightSender, WeightSource
+from agentevo.inference.weights.weights_folder import WeightsFolder
+from agentevo.models.compute.attention import prepare
+from agentevo.models.files.load import load_model
+from agentevo.runs.processes.serve import VersionFollower
 
 MODEL = "smollm2-135m-instruct"
 POLL_INTERVAL_S = 0.02

@@ -32,14 +32,14 @@ import torch
 import yaml
 
 from agentevo.config import RunConfig, build_config
-from agentevo.inference.directory import EngineDirectory
+from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.inference.engine import Engine
-from agentevo.inference.remote import RemoteEngine
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.inference.weights import WeightsFolder
-from agentevo.models.load import LoadedModel
-from agentevo.orchestration.components import load_policy
-from agentevo.runs.identity import ensure_run_folder
+from agentevo.inference.serving.directory import EngineDirectory
+from agentevo.inference.serving.remote import RemoteEngine
+from agentevo.inference.weights.weights_folder import WeightsFolder
+from agentevo.models.files.load import LoadedModel
+from agentevo.runs.folder.identity import ensure_run_folder
+from agentevo.runs.orchestration.components import load_policy
 from agentevo.types import Completion, SamplingParams
 from figures import Figure, NotComparableError, write_results
 from machine import describe_machine

@@ -58,12 +58,12 @@ START_S = 180.0
 async def serve(sessions: int) -> None:
     """Says {"base_url", "keys"} on stdout and serves until stdin ends."""
     from agentevo.agents import Policy
+    from agentevo.agents.gateway.gateway import Gateway
     from agentevo.config import ModelSection
     from agentevo.config.gateway import GatewaySection
-    from agentevo.gateway.gateway import Gateway
-    from agentevo.inference.conversation import Conversation
-    from agentevo.models.chat import ChatFormat
-    from agentevo.models.load import load_model
+    from agentevo.inference.conversations.conversation import Conversation
+    from agentevo.models.chat.chat_format import ChatFormat
+    from agentevo.models.files.load import load_model
     from agentevo.types import Completion, SamplingParams
 
     tiny = {"tokenizer": "byte", "hidden_size": 16, "num_layers": 1, "context_length": 65536}

@@ -14,8 +14,8 @@ from statistics import median
 
 from transformers import PreTrainedModel
 
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.flops import ForwardWork, model_flops
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.compute.flops import ForwardWork, model_flops
 from figures import Figure
 from machine import Rate
 from ours import time_generate

@@ -45,11 +45,11 @@ from transformers import (
 )
 
 from agentevo.config import AlgorithmSection, EngineSection, MemorySection, TrainerSection
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.activations import keep_activations
-from agentevo.models.attention import prepare
-from agentevo.models.compiled import compile_layers
-from agentevo.models.device_peak import device_peak
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.compute.activations import keep_activations
+from agentevo.models.compute.attention import prepare
+from agentevo.models.compute.compiled import compile_layers
+from agentevo.models.compute.device_peak import device_peak
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.flex_tree import FlexTree
 from agentevo.training.kernels.output_layer import token_logprobs

@@ -13,8 +13,8 @@ import time
 from statistics import median
 
 from agentevo.config import AlgorithmSection, TrainerSection
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.load import LoadedModel
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.files.load import LoadedModel
 from agentevo.training.batching.selection import select
 from agentevo.training.trainer import Trainer
 from agentevo.training.workload import DISTINCT

@@ -30,7 +30,7 @@ from machine import describe_machine
 def train_here(told: Path, is_frozen: bool, words: list[str]) -> None:
     """In a process of its own: trains, and writes how long each search of the whole heap took."""
     from agentevo.cli.main import main
-    from agentevo.orchestration import run
+    from agentevo.runs.orchestration import run
 
     freeze = run.lasting_heap
     searches = list[float]()

@@ -1,7 +1,7 @@
 """What a float32 matrix product reaches on this machine: PyTorch's own `F.linear` against oneDNN,
-which `agentevo.models.linear` uses, oneDNN with weights in its own layout, and `PackedMatrix`, by
-which the engine generates: few rows by kernels of our own (`models/cpu_kernels.py`), unless
-AGENTEVO_CPU_KERNELS=off.
+which `agentevo.models.compute.linear` uses, oneDNN with weights in its own layout, and
+`PackedMatrix`, by which the engine generates: few rows by kernels of our own
+(`models/compute/cpu_kernels.py`), unless AGENTEVO_CPU_KERNELS=off.
 
     .venv/bin/python benchmarks/linear.py
 
@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 
-from agentevo.models.linear import PackedMatrix, available, product
+from agentevo.models.compute.linear import PackedMatrix, available, product
 
 SHAPES = ((576, 1536), (1536, 576), (576, 49152))
 ROWS = (1, 4, 16, 64, 256, 1024)

@@ -19,7 +19,7 @@ from statistics import median
 
 import torch
 
-from agentevo.models.load import LoadedModel
+from agentevo.models.files.load import LoadedModel
 from agentevo.training.batching.packing import PackedBatch, pack
 from agentevo.training.kernels.linear_logprobs import linear_logprobs
 from agentevo.training.kernels.logprobs import selected_logprobs

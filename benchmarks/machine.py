@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from agentevo.models import linear
+from agentevo.models.compute import linear
 
 MEASURING_S = 0.5
 MATMUL_SIDE = 1024

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from agentevo.config import MemorySection
-from agentevo.models import activations
+from agentevo.models.compute import activations
 from grpo_rows import Row, samples_of
 from memory import reset_peak, resident_bytes
 from ours import load

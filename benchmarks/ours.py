@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 from agentevo.config import EngineSection, ModelSection
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.attention import prepare
-from agentevo.models.load import LoadedModel, load_model
-from agentevo.models.resolve import fetch
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.compute.attention import prepare
+from agentevo.models.files.load import LoadedModel, load_model
+from agentevo.models.files.resolve import fetch
 from agentevo.types import Completion, SamplingParams
 
 MODEL = "smollm2-135m-instruct"

@@ -1,5 +1,6 @@
-"""What the embedded engine's choices for a CPU are worth on this machine: `models/fused.py`,
-`models/cpu_kernels.py`, and FEW_QUERIES and FEW_SCORES of `inference/cache_attention.py`.
+"""What the embedded engine's choices for a CPU are worth on this machine:
+`models/compute/fused.py`, `models/compute/cpu_kernels.py`, and FEW_QUERIES and FEW_SCORES of
+`inference/embedded/cache_attention.py`.
 
     .venv/bin/python benchmarks/passes.py
 
@@ -20,12 +21,12 @@ from typing import Any
 
 import torch
 
-from agentevo.inference import cache_attention
-from agentevo.inference.batch import build_batch
-from agentevo.inference.cache_attention import CacheAttention
-from agentevo.inference.kv_cache import KEY_BLOCK, KVCache, num_blocks
-from agentevo.inference.scheduler import Sequence as Running
-from agentevo.models.cpu_kernels import cpu_kernels
+from agentevo.inference.embedded import cache_attention
+from agentevo.inference.embedded.batch import build_batch
+from agentevo.inference.embedded.cache_attention import CacheAttention
+from agentevo.inference.embedded.kv_cache import KEY_BLOCK, KVCache, num_blocks
+from agentevo.inference.embedded.scheduler import Sequence as Running
+from agentevo.models.compute.cpu_kernels import cpu_kernels
 from ours import load, model_folder
 
 TOKENS = (1, 16, 64, 256, 512, 1024, 3072)

@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import gpu
 from agentevo.config import ModelSection
-from agentevo.models.load import load_model
+from agentevo.models.files.load import load_model
 from peer_trl_train_step import ready_made
 
 STEPS = 5

@@ -36,7 +36,7 @@ def seconds_of_steps(stages: int, repeats: int, meeting: str, process: int) -> l
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from agentevo.config import ParallelSection, SFTSection
-    from agentevo.models.attention import prepare
+    from agentevo.models.compute.attention import prepare
     from agentevo.training.mesh import make_meshes
     from agentevo.training.spread import spread
     from agentevo.training.supervised import SupervisedTrainer

@@ -40,7 +40,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from agentevo.config import AlgorithmSection
-from agentevo.models.attention import prepare
+from agentevo.models.compute.attention import prepare
 from agentevo.training.batching.packing import PackedBatch, pack
 from agentevo.training.batching.passes import micro_batches
 from agentevo.training.policy_loss import MinibatchLoss

@@ -22,9 +22,9 @@ import torch
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentevo.config import AlgorithmSection, EngineSection, TrainerSection
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.attention import prepare
-from agentevo.models.routers import enable_routing
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.compute.attention import prepare
+from agentevo.models.compute.routers import enable_routing
 from agentevo.store.codec import encode_trajectories
 from agentevo.training.trainer import Trainer
 from agentevo.types import SamplingParams, Trajectory, Turn

@@ -30,8 +30,8 @@ import torch
 import asynchronous
 import peers
 import store
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.load import LoadedModel
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.files.load import LoadedModel
 from algorithms import share_of_forward
 from engine_transport import AT_ONCE, transport
 from figures import Figure, NotComparableError, write_results

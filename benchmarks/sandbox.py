@@ -17,10 +17,10 @@ import sys
 import time
 from collections import defaultdict
 
-from agentevo.config.sandbox import SandboxSection
-from agentevo.sandbox import Sandboxes
-from agentevo.sandbox.launch import python_program
-from agentevo.sandbox.opening import problem_of
+from agentevo.environments.sandbox import Sandboxes
+from agentevo.environments.sandbox.launch import python_program
+from agentevo.environments.sandbox.opening import problem_of
+from agentevo.environments.sandbox.section import SandboxSection
 
 ECHO = "import sys\nfor line in sys.stdin:\n    print(eval(line), flush=True)"
 CALLS = 20

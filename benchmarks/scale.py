@@ -37,12 +37,12 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 import yaml
 
 from agentevo.config import RunConfig, build_config
-from agentevo.inference.directory import EngineDirectory
-from agentevo.inference.remote import RemoteEngine
-from agentevo.inference.weights import WeightsFolder
-from agentevo.models.load import LoadedModel
-from agentevo.orchestration.components import load_policy
-from agentevo.runs.identity import ensure_run_folder
+from agentevo.inference.serving.directory import EngineDirectory
+from agentevo.inference.serving.remote import RemoteEngine
+from agentevo.inference.weights.weights_folder import WeightsFolder
+from agentevo.models.files.load import LoadedModel
+from agentevo.runs.folder.identity import ensure_run_folder
+from agentevo.runs.orchestration.components import load_policy
 from agentevo.types import SamplingParams
 from figures import Figure, NotComparableError, write_results
 from machine import describe_machine

@@ -27,9 +27,9 @@ import torch
 import peers
 from agentevo.config import LoraSection, ModelSection, SFTSection
 from agentevo.data import ChatRow
-from agentevo.models.adapters import add_adapter, write_adapter
-from agentevo.models.attention import prepare
-from agentevo.models.load import load_model
+from agentevo.models.compute.adapters import add_adapter, write_adapter
+from agentevo.models.compute.attention import prepare
+from agentevo.models.files.load import load_model
 from agentevo.training.assistant_tokens import AssistantTokens
 from agentevo.training.supervised import SupervisedTrainer
 from agentevo.training.workload import DISTINCT

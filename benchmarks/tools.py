@@ -59,14 +59,14 @@ async def busy(turns: int) -> dict[str, float]:
     has ended."""
 
     from agentevo.agents import Policy
+    from agentevo.agents.tools.toolbox import Toolbox
     from agentevo.config import EngineSection, ModelSection
     from agentevo.config.tools import FunctionToolSection, named_tool
-    from agentevo.inference.conversation import Conversation
-    from agentevo.inference.torch_engine import TorchEngine
-    from agentevo.models.attention import prepare
-    from agentevo.models.chat import ChatFormat
-    from agentevo.models.load import load_model
-    from agentevo.tools.toolbox import Toolbox
+    from agentevo.inference.conversations.conversation import Conversation
+    from agentevo.inference.embedded.torch_engine import TorchEngine
+    from agentevo.models.chat.chat_format import ChatFormat
+    from agentevo.models.compute.attention import prepare
+    from agentevo.models.files.load import load_model
     from agentevo.types import Message, SamplingParams, Task, ToolCall
 
     async def wait(number: int) -> int:
@@ -148,8 +148,8 @@ def server(kind: str) -> Iterator[str]:
 
 async def calls(kind: str, url: str, count: int) -> dict[str, float]:
     """Calls per second, and CPU microseconds of a call on both sides."""
+    from agentevo.agents.tools.toolbox import Toolbox
     from agentevo.config.mcp import MCPManagerSection, MCPServerSection
-    from agentevo.tools.toolbox import Toolbox
     from agentevo.types import Task, ToolCall
 
     if kind == "manager":

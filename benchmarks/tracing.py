@@ -38,13 +38,13 @@ from typing import Any
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
+from agentevo.observability.tracing.otlp import JsonLines, collector_exporter
+from agentevo.observability.tracing.spans import RunFacts, Spans, run_resource
+from agentevo.observability.tracing.texts import SpanTexts
+from agentevo.observability.tracing.tracer import CallExporter, TraceLimits, Tracer
 from agentevo.store import call_log
 from agentevo.store.call_log import AttemptCalls, CallLog, record_call
 from agentevo.store.trace_context import TracedMessage
-from agentevo.tracing.otlp import JsonLines, collector_exporter
-from agentevo.tracing.spans import RunFacts, Spans, run_resource
-from agentevo.tracing.texts import SpanTexts
-from agentevo.tracing.tracer import CallExporter, TraceLimits, Tracer
 from agentevo.types import Message
 from figures import Figure, write_results
 from machine import describe_machine

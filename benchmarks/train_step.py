@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 import peers
 from agentevo.config import AlgorithmSection, TrainerSection
-from agentevo.models.load import LoadedModel
+from agentevo.models.files.load import LoadedModel
 from agentevo.training.trainer import Trainer
 from agentevo.training.workload import DISTINCT
 from figures import Figure, check_equal

@@ -146,10 +146,10 @@ def _spread_child(given: dict[str, Any]) -> tuple[float, float]:
     from torch import distributed
 
     from agentevo.config import AlgorithmSection, MemorySection, ParallelSection, build_config
-    from agentevo.doctor.memory_estimate import FLOAT, LIBRARIES, total
-    from agentevo.doctor.mesh_estimate import process_terms, sizes_of
-    from agentevo.models.activations import keep_activations
-    from agentevo.models.attention import prepare
+    from agentevo.models.compute.activations import keep_activations
+    from agentevo.models.compute.attention import prepare
+    from agentevo.runs.doctor.memory_estimate import FLOAT, LIBRARIES, total
+    from agentevo.runs.doctor.mesh_estimate import process_terms, sizes_of
     from agentevo.training.mesh import make_meshes
     from agentevo.training.sharding.layouts import local
     from agentevo.training.spread import spread
@@ -200,10 +200,10 @@ def _child(given: dict[str, Any]) -> tuple[float, float]:
         SFTSection,
         TrainerSection,
     )
-    from agentevo.doctor.memory_estimate import Load, total, training_bytes
-    from agentevo.models.activations import keep_activations
-    from agentevo.models.adapters import add_adapter
-    from agentevo.models.attention import prepare
+    from agentevo.models.compute.activations import keep_activations
+    from agentevo.models.compute.adapters import add_adapter
+    from agentevo.models.compute.attention import prepare
+    from agentevo.runs.doctor.memory_estimate import Load, total, training_bytes
     from agentevo.training.batching.passes import micro_batches
     from agentevo.training.supervised import SupervisedTrainer
     from agentevo.training.trainer import Trainer

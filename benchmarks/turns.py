@@ -12,7 +12,7 @@ import asyncio
 import time
 from statistics import median
 
-from agentevo.inference.torch_engine import TorchEngine
+from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.types import SamplingParams
 from figures import Figure
 from generate import random_prompts

@@ -65,10 +65,10 @@ EVALUATED = 50
 @contextlib.asynccontextmanager
 async def browsing(*words: str) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
     """A client of the application, signed in, without a socket; and what its pages share."""
-    from agentevo.event_loop import in_thread
-    from agentevo.ui.access import Access
-    from agentevo.ui.app import make_app
-    from agentevo.ui.sources import Sources
+    from agentevo.runs.folder.sources import Sources
+    from agentevo.runtime.event_loop import in_thread
+    from agentevo_ui.access import Access
+    from agentevo_ui.app import make_app
 
     app, shared = make_app(Sources(list(words)), Access(token=TOKEN))
     transport = httpx.ASGITransport(app=app)
@@ -254,7 +254,7 @@ def paths(key: str, count: int) -> dict[str, str]:
 
 async def pages(url: str, count: int, read_s: float, repeats: int) -> dict[str, float]:
     """Milliseconds of each page, and how long the index took."""
-    from agentevo.ui import shared_answers
+    from agentevo_ui import shared_answers
 
     shared_answers.KEPT_S = 0.0  # or all but the first answer come from memory
     found: dict[str, float] = {}
@@ -287,7 +287,7 @@ async def pages(url: str, count: int, read_s: float, repeats: int) -> dict[str, 
             found[f"{name}_ms"] = statistics.median(times[3:])
             found[f"{name}_least_ms"] = min(times[3:])
 
-    from agentevo.ui.index.database import cache_file
+    from agentevo_ui.index.database import cache_file
 
     found["index_bytes"] = cache_file(url).stat().st_size
     return found

@@ -23,13 +23,13 @@ from pathlib import Path
 import torch
 
 from agentevo.config import ModelSection
-from agentevo.inference.object_store import ObjectStoreWeights
-from agentevo.inference.version_manifest import VersionManifest
-from agentevo.inference.weight_delta import find_change
-from agentevo.inference.weight_versions import WeightVersions
-from agentevo.inference.weights import WeightsFolder
-from agentevo.models.load import load_model
-from agentevo.models.parameters import trained_weights
+from agentevo.inference.weights.object_store import ObjectStoreWeights
+from agentevo.inference.weights.version_manifest import VersionManifest
+from agentevo.inference.weights.weight_delta import find_change
+from agentevo.inference.weights.weight_versions import WeightVersions
+from agentevo.inference.weights.weights_folder import WeightsFolder
+from agentevo.models.compute.parameters import trained_weights
+from agentevo.models.files.load import load_model
 from agentevo.training.master_weights import MasterWeights
 
 TOKENS = 96

@@ -41,10 +41,10 @@ from transformers import (
 
 from agentevo.config import ModelSection, TinyModel
 from agentevo.inference.engine import TokenListener
-from agentevo.models import cpu_kernels
-from agentevo.models.attention import prepare
-from agentevo.models.chat import ChatFormat
-from agentevo.models.load import LoadedModel, load_model
+from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.compute import cpu_kernels
+from agentevo.models.compute.attention import prepare
+from agentevo.models.files.load import LoadedModel, load_model
 from agentevo.types import Completion, FinishReason, SamplingParams
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup, and in a shell's background
@@ -69,7 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-screenshots",
         action="store_true",
-        help="tests/ui/test_screenshots.py writes its pictures into docs/images",
+        help="tests/agentevo_ui/test_screenshots.py writes its pictures into docs/images",
     )
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from agentevo.config.tools import FunctionToolSection
 from agentevo.rollout.task_files import write_rows
-from agentevo.task_making.demonstrations import show_lookups
-from agentevo.task_making.document_files import read_documents
-from agentevo.task_making.documents import tasks_from_gaps
+from agentevo_evolve.task_making.demonstrations import show_lookups
+from agentevo_evolve.task_making.document_files import read_documents
+from agentevo_evolve.task_making.documents import tasks_from_gaps
 from tiny import arguments, evolve
 
 FIRST = ("Alder", "Birch", "Cedar", "Dune", "Ember", "Falcon", "Glen", "Heron", "Iris", "Juniper")

@@ -18,11 +18,11 @@ from typing import Any
 import agentevo
 from agentevo.agents import Policy
 from agentevo.agents.agent import Agent
+from agentevo.agents.gateway.gateway import Gateway
 from agentevo.config import TinyModel
 from agentevo.config.gateway import GatewaySection
-from agentevo.gateway.gateway import Gateway
-from agentevo.inference.conversation import Conversation
-from agentevo.models.chat import ChatFormat
+from agentevo.inference.conversations.conversation import Conversation
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.tiny import make_tiny
 from agentevo.models.tiny_tokenizer import byte_tokenizer
 from agentevo.types import Completion, Message, SamplingParams, Task

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentevo.evaluation.evaluate import EvaluationRun, evaluate
-from agentevo.tool_servers.lessons import LESSONS
-from agentevo.tool_servers.lessons.lesson import demonstrations, lesson_tasks
-from agentevo.tool_servers.lessons.writing import HELD_OUT, SHOWN, TRAIN, write_lesson
+from agentevo.agents.tool_servers.lessons import LESSONS
+from agentevo.agents.tool_servers.lessons.lesson import demonstrations, lesson_tasks
+from agentevo.agents.tool_servers.lessons.writing import HELD_OUT, SHOWN, TRAIN, write_lesson
+from agentevo.runs.evaluation.evaluate import EvaluationRun, evaluate
 from cold_start import fine_tuned
 from learn import options, reinforced
 

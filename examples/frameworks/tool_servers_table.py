@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from agentevo.tool_servers.lessons import LESSONS
+from agentevo.agents.tool_servers.lessons import LESSONS
 from table import FOLDER, ROOT, cpu_s, rewrite
 
 PAGE = ROOT / "docs" / "tools.md"

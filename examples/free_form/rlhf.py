@@ -25,7 +25,7 @@ from rlpr import SEEN, SIZE
 from walks import WORDINGS, Walk, demonstrations, tasks, walks, words
 
 from agentevo.config import build_config
-from agentevo.orchestration.reward_model import train as train_reward_model
+from agentevo.runs.orchestration.reward_model import train as train_reward_model
 from arms import Arm, Results, main
 from stages import Size, make_policy, reinforce, taught, write_rows
 

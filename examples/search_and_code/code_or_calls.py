@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from agentevo.agents.code_agent import system_message
+from agentevo.agents.tools.toolbox import Toolbox
 from agentevo.config.agents import CodeAgentSection
-from agentevo.tools.toolbox import Toolbox
 from agentevo.types import Task
 from arms import Arm, Results, main
 from files import COLOURS, ITEMS, KINDS, STEMS, WORDS, Question, questions, reading

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from agentevo.agents.search_tags import RULES
-from agentevo.tools.search import CorpusSearch
+from agentevo.agents.tools.search import CorpusSearch
 from arms import Arm, Results, main
 from stages import Row, Size, imitate, make_policy, reinforce, taught, write_rows
 from world import SIZE, TOP_K, VALUES, Question, World, reading

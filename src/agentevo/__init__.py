@@ -16,9 +16,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from agentevo.agents.capture import untracked
     from agentevo.agents.texts import examples, text
+    from agentevo.agents.tools.tool import ToolResult
     from agentevo.api import load_run, sft, train
     from agentevo.api.evaluation import evaluate
-    from agentevo.api.prompts import optimize
+    from agentevo.api.loop.client import Client
+    from agentevo.api.loop.group import Group
+    from agentevo.api.loop.local import open_model
+    from agentevo.api.loop.rollout import gather, rollout
     from agentevo.config.agents import AgentSection, agent
     from agentevo.config.algorithm_functions import advantage, credit, policy_loss
     from agentevo.config.self_play import question_family
@@ -26,25 +30,21 @@ if TYPE_CHECKING:
     from agentevo.environments.environment import EnvironmentConfig, TextEnvironment, environment
     from agentevo.environments.episode import ActionResult, EpisodicEnvironment
     from agentevo.errors import AgentEvoError, ConfigError, ToolError
-    from agentevo.loop.client import Client
-    from agentevo.loop.group import Group
-    from agentevo.loop.local import open_model
-    from agentevo.loop.rollout import gather, rollout
     from agentevo.rewards.reward import RewardConfig, Score, Unscored, register_scorer, reward
     from agentevo.rollout.questions import Question
-    from agentevo.tools.tool import ToolResult
     from agentevo.types import Message, Outcome, Task
+    from agentevo_evolve.optimizing import optimize
 
 __version__ = "0.1.0"
 _HOMES = {
     "ActionResult": "agentevo.environments.episode",
     "AgentEvoError": "agentevo.errors",
     "AgentSection": "agentevo.config.agents",
-    "Client": "agentevo.loop.client",
+    "Client": "agentevo.api.loop.client",
     "ConfigError": "agentevo.errors",
     "EnvironmentConfig": "agentevo.environments.environment",
     "EpisodicEnvironment": "agentevo.environments.episode",
-    "Group": "agentevo.loop.group",
+    "Group": "agentevo.api.loop.group",
     "Message": "agentevo.types",
     "Outcome": "agentevo.types",
     "Question": "agentevo.rollout.questions",
@@ -53,7 +53,7 @@ _HOMES = {
     "Task": "agentevo.types",
     "TextEnvironment": "agentevo.environments.environment",
     "ToolError": "agentevo.errors",
-    "ToolResult": "agentevo.tools.tool",
+    "ToolResult": "agentevo.agents.tools.tool",
     "Unscored": "agentevo.rewards.reward",
     "advantage": "agentevo.config.algorithm_functions",
     "agent": "agentevo.config.agents",
@@ -61,10 +61,10 @@ _HOMES = {
     "environment": "agentevo.environments.environment",
     "evaluate": "agentevo.api.evaluation",
     "examples": "agentevo.agents.texts",
-    "gather": "agentevo.loop.rollout",
+    "gather": "agentevo.api.loop.rollout",
     "load_run": "agentevo.api",
-    "open_model": "agentevo.loop.local",
-    "optimize": "agentevo.api.prompts",
+    "open_model": "agentevo.api.loop.local",
+    "optimize": "agentevo_evolve.optimizing",
     "policy_loss": "agentevo.config.algorithm_functions",
     "question_family": "agentevo.config.self_play",
     "register_scorer": "agentevo.rewards.reward",

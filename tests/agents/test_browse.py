@@ -17,12 +17,12 @@ from agentevo.config.agents import ToolAgentSection
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.config.tools import tool
 from agentevo.errors import ConfigError
-from agentevo.event_loop import run_coroutine
-from agentevo.inference.conversation import Conversation
-from agentevo.models.chat import ChatFormat
+from agentevo.inference.conversations.conversation import Conversation
+from agentevo.inference.remote_models.conversations import RemoteConversations
+from agentevo.inference.remote_models.model import RemoteModels
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.tiny_tokenizer import byte_tokenizer
-from agentevo.remote_models.conversations import RemoteConversations
-from agentevo.remote_models.model import RemoteModels
+from agentevo.runtime.event_loop import run_coroutine
 from agentevo.store.call_log import AttemptCalls, RunningCall
 from agentevo.types import SamplingOverrides, SamplingParams, Task
 

@@ -10,14 +10,14 @@ from agentevo.agents import CodeAgent, Policy
 from agentevo.agents.code_agent import is_unfinished, read_code
 from agentevo.config import tools as tool_config
 from agentevo.config.agents import CodeAgentSection
-from agentevo.config.sandbox import SandboxSection
 from agentevo.config.tools import tool
+from agentevo.environments.sandbox.opening import problem_of
+from agentevo.environments.sandbox.section import SandboxSection
 from agentevo.errors import ConfigError, ToolError
-from agentevo.event_loop import run_coroutine
-from agentevo.inference.conversation import Conversation
-from agentevo.models.chat import ChatFormat
+from agentevo.inference.conversations.conversation import Conversation
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.tiny_tokenizer import byte_tokenizer
-from agentevo.sandbox.opening import problem_of
+from agentevo.runtime.event_loop import run_coroutine
 from agentevo.types import SamplingParams, Task
 
 

@@ -19,9 +19,9 @@ from agentevo.agents.posted_rewards import PostedReward, outcome_of_rewards, pri
 from agentevo.api import _trainable_of, resolve
 from agentevo.config.agents import CommandAgentSection
 from agentevo.errors import ConfigError
-from agentevo.event_loop import run_coroutine
-from agentevo.inference.conversation import Conversation
+from agentevo.inference.conversations.conversation import Conversation
 from agentevo.rollout.group import GroupAttempt
+from agentevo.runtime.event_loop import run_coroutine
 from agentevo.store.call_log import AttemptCalls
 from agentevo.types import Message, Outcome, SamplingParams, Task
 

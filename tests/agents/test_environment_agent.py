@@ -24,8 +24,8 @@ from agentevo.environments.environment import EnvironmentConfig
 from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment
 from agentevo.environments.sokoban import SokobanConfig, SokobanEnvironment
 from agentevo.errors import EnvironmentFailure
-from agentevo.inference.conversation import Conversation
-from agentevo.models.chat import ChatFormat
+from agentevo.inference.conversations.conversation import Conversation
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.types import Baselines, Message, SamplingParams, Task
 
 PLAIN = EnvironmentAgentSection(format="plain")

@@ -12,13 +12,13 @@ import pytest
 from fake_gateway import FakeGateway
 
 import agentevo
-from agentevo import daemon_threads, event_loop
 from agentevo.agents import FunctionAgent, Policy
 from agentevo.agents import agent as agent_module
 from agentevo.errors import ConfigError
-from agentevo.event_loop import run_coroutine
-from agentevo.inference.conversation import Conversation
+from agentevo.inference.conversations.conversation import Conversation
 from agentevo.rollout.group import GroupAttempt
+from agentevo.runtime import daemon_threads, event_loop
+from agentevo.runtime.event_loop import run_coroutine
 from agentevo.types import Message, Outcome, SamplingParams, Task
 
 ASKED = [Message("user", "Go on.")]

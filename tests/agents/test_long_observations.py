@@ -11,8 +11,8 @@ import pytest
 
 from agentevo.agents import Policy
 from agentevo.errors import BadRequestError, RequestTooLongError
-from agentevo.inference.conversation import MAX_COMPLETIONS, Conversation
-from agentevo.models import chat as chat_module
+from agentevo.inference.conversations.conversation import MAX_COMPLETIONS, Conversation
+from agentevo.models.chat import chat_format as chat_module
 from agentevo.types import Message, SamplingParams, ToolCall
 
 USER = Message("user", "Go on.")

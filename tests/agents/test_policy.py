@@ -16,8 +16,8 @@ from agentevo.errors import (
     ModelError,
     RequestTooLongError,
 )
-from agentevo.inference.conversation import Conversation
-from agentevo.inference.torch_engine import TorchEngine
+from agentevo.inference.conversations.conversation import Conversation
+from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.training.batching.samples import trajectory_rows
 from agentevo.types import Message, SamplingOverrides, SamplingParams, Trajectory
 

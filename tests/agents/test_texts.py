@@ -12,9 +12,9 @@ from agentevo.config import build_config
 from agentevo.config.agents import SingleTurnSection
 from agentevo.config.texts import MAX_CHARS, check_texts, digest_of_text, read_texts
 from agentevo.errors import BadRequestError, ConfigError
-from agentevo.event_loop import run_coroutine
-from agentevo.inference.conversation import Conversation
+from agentevo.inference.conversations.conversation import Conversation
 from agentevo.rollout.group import GroupAttempt
+from agentevo.runtime.event_loop import run_coroutine
 from agentevo.store.codec import content_digest, decode_stored, encode_trajectories
 from agentevo.types import Message, SamplingParams, Task, ToolCall
 

@@ -10,16 +10,16 @@ from agentevo.agents import Policy, ToolAgent
 from agentevo.agents.history import LEFT_OUT
 from agentevo.agents.named_by_task import check_agent_names
 from agentevo.agents.react import read_action
+from agentevo.agents.tools.search import CorpusSearch
 from agentevo.config import tools as tool_config
 from agentevo.config.agents import ToolAgentSection
 from agentevo.config.context import ContextSection
 from agentevo.config.tools import tool
 from agentevo.errors import ConfigError, ToolError
-from agentevo.event_loop import run_coroutine
-from agentevo.inference.conversation import Conversation
-from agentevo.models.chat import ChatFormat
+from agentevo.inference.conversations.conversation import Conversation
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.tiny_tokenizer import byte_tokenizer
-from agentevo.tools.search import CorpusSearch
+from agentevo.runtime.event_loop import run_coroutine
 from agentevo.types import SamplingParams, Task
 
 

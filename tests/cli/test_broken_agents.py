@@ -14,9 +14,9 @@ from byte_policy import byte_policy
 
 from agentevo.config import build_config
 from agentevo.errors import AttemptsFailedError
-from agentevo.processes.learn import learn
-from agentevo.runs.chain import is_given_up
-from agentevo.runs.folder import read_store
+from agentevo.runs.folder.chain import is_given_up
+from agentevo.runs.folder.run_folder import read_store
+from agentevo.runs.processes.learn import learn
 
 AGENTS = """
 from pathlib import Path

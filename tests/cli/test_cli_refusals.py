@@ -7,8 +7,8 @@ import pytest
 
 import agentevo as package
 from agentevo.cli.main import main
-from agentevo.doctor import diagnostics
 from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.runs.doctor import diagnostics
 
 
 @pytest.mark.parametrize(

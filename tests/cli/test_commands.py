@@ -12,9 +12,9 @@ import typer
 import yaml
 
 import agentevo as package
+from agentevo.cli.listings import LISTS
 from agentevo.cli.main import app
 from agentevo.config import build_config, to_yaml
-from agentevo.listings import LISTS
 from agentevo.store import open_store
 from agentevo.types import Message, Task, Trajectory, Turn
 

@@ -12,7 +12,8 @@ import pytest
 from agentevo.data import rows
 from agentevo.environments.coins import CoinsConfig, CoinsEnvironment
 from agentevo.environments.environment import environments
-from agentevo.models import checkpoint_manifest, resolve
+from agentevo.models import checkpoint_manifest
+from agentevo.models.files import resolve
 
 
 class UnsolvedConfig(CoinsConfig):
@@ -79,8 +80,8 @@ def test_a_dry_run_refuses_what_the_run_refuses_with_the_same_words(
     def begin(*_, **__):
         raise AssertionError("the run has begun")
 
-    monkeypatch.setattr("agentevo.orchestration.run.run_training", begin)
-    monkeypatch.setattr("agentevo.processes.learn.run_training", begin)
+    monkeypatch.setattr("agentevo.runs.orchestration.run.run_training", begin)
+    monkeypatch.setattr("agentevo.runs.processes.learn.run_training", begin)
     if command == "learn" and words[0].startswith("rollout.transport"):
         words, said = ["rollout.transport=copy"], "does not reach engines in other processes"
 
@@ -214,7 +215,7 @@ def test_a_dry_run_refuses_damaged_weights_as_the_run_does(
 def test_a_dry_run_says_where_it_did_not_compare_large_weights(agentevo, monkeypatch, saved_tiny):
     checkpoint_manifest.seal(saved_tiny, 3, None)
     size = (saved_tiny / "model.safetensors").stat().st_size
-    monkeypatch.setattr("agentevo.models.weight_files.QUICK_BYTES", size)
+    monkeypatch.setattr("agentevo.models.files.weight_files.QUICK_BYTES", size)
     words = ["train", "plain.yaml", f"model.name={saved_tiny}", "--dry-run"]
     damage(saved_tiny / "model.safetensors", "a bit")
     code, _, err = agentevo(*words)
@@ -228,8 +229,8 @@ def test_a_dry_run_says_where_it_did_not_compare_large_weights(agentevo, monkeyp
 @pytest.fixture
 def saved_tiny(tmp_path) -> Path:
     from agentevo.config import load_config
-    from agentevo.models.save import write_model
-    from agentevo.orchestration.components import load_policy
+    from agentevo.models.files.save import write_model
+    from agentevo.runs.orchestration.components import load_policy
 
     loaded = load_policy(load_config("small.yaml", []))
     write_model(loaded.model, loaded.tokenizer, tmp_path / "model")
@@ -239,7 +240,7 @@ def saved_tiny(tmp_path) -> Path:
 def test_a_folder_with_a_run_is_refused_before_torch_is_imported(agentevo, monkeypatch):
     Path("taken").mkdir()
     Path("taken/config.yaml").write_text("# agentevo train\nenvironment: {type: coins}\n")
-    monkeypatch.setitem(sys.modules, "agentevo.orchestration.run", None)  # it imports torch
+    monkeypatch.setitem(sys.modules, "agentevo.runs.orchestration.run", None)  # it imports torch
     for words in (["train"], ["train", "--dry-run"], ["sft", "data.train=[small.yaml]"]):
         code, _, err = agentevo(words[0], "small.yaml", "run.dir=taken", *words[1:])
         assert code == 2 and "holds a run already" in err, err
@@ -351,14 +352,14 @@ def test_a_system_message_that_the_template_refuses_is_refused_with_advice_that_
     Path("rows.jsonl").write_text(
         "".join(f'{{"query": "{n}?", "answer": "4"}}\n' for n in range(9))
     )
-    monkeypatch.setattr("agentevo.orchestration.checks.load_policy", _load_without_system)
+    monkeypatch.setattr("agentevo.runs.orchestration.checks.load_policy", _load_without_system)
     code, _, err = agentevo("train", *words, "--dry-run")
     assert code == (2 if remedy else 0), err
     assert err.rstrip().endswith(remedy) and ("no system role" in err) == bool(remedy), err
 
 
 def _load_without_system(config, checkpoint=None, **options):
-    from agentevo.orchestration.components import load_policy
+    from agentevo.runs.orchestration.components import load_policy
 
     loaded = load_policy(config, checkpoint, **options)
     loaded.tokenizer.chat_template = REFUSES_SYSTEM + loaded.tokenizer.chat_template

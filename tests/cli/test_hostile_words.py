@@ -29,7 +29,7 @@ from slow import slow, soak
 
 from agentevo.cli.main import main
 from agentevo.config import build_config
-from agentevo.orchestration.run import train
+from agentevo.runs.orchestration.run import train
 
 LIMIT_S = 2.0
 """CPU time of a refusal, twice that where others compute beside it; see `slowness`."""
@@ -79,25 +79,25 @@ def stopped_at_work(monkeypatch) -> None:
 
     for place in (
         "agentevo.api.run.open_components",
-        "agentevo.orchestration.run.open_components",
-        "agentevo.audit.rebuilt_weights.open_components",
-        "agentevo.doctor.diagnostics.open_components",
-        "agentevo.orchestration.reward_model.load_model",
-        "agentevo.processes.serve._serve",
-        "agentevo.processes.serve_model._serve",
-        "agentevo.processes.gateway._serve",
-        "agentevo.launch.node.catch_stop_signals",
-        "agentevo.launch.writer.submit",
-        "agentevo.loop.server.Gateway",
-        "agentevo.processes.sample._sample",
-        "agentevo.processes.sandbox_server.run_coroutine",
-        "agentevo.prompts.optimize.run_coroutine",
-        "agentevo.ui.server.run_coroutine",
-        "agentevo.tool_servers.listening.listen",
-        "agentevo.tool_servers.serving.ToolServer.serve_stdio",
-        "agentevo.processes.sweep._run_members",
-        "agentevo.pipeline.runner._PipelineProcess.run",
-        "agentevo.models.resolve.ensure_cached",
+        "agentevo.runs.orchestration.run.open_components",
+        "agentevo.runs.audit.rebuilt_weights.open_components",
+        "agentevo.runs.doctor.diagnostics.open_components",
+        "agentevo.runs.orchestration.reward_model.load_model",
+        "agentevo.runs.processes.serve._serve",
+        "agentevo.runs.processes.serve_model._serve",
+        "agentevo.runs.processes.gateway._serve",
+        "agentevo.runs.launch.node.catch_stop_signals",
+        "agentevo.runs.launch.writer.submit",
+        "agentevo.api.loop.server.Gateway",
+        "agentevo.runs.processes.sample._sample",
+        "agentevo.runs.processes.sandbox_server.run_coroutine",
+        "agentevo_evolve.prompts.optimize.run_coroutine",
+        "agentevo_ui.server.run_coroutine",
+        "agentevo.agents.tool_servers.listening.listen",
+        "agentevo.agents.tool_servers.serving.ToolServer.serve_stdio",
+        "agentevo.runs.processes.sweep._run_members",
+        "agentevo_evolve.pipeline.runner._PipelineProcess.run",
+        "agentevo.models.files.resolve.ensure_cached",
         "huggingface_hub.snapshot_download",
     ):
         monkeypatch.setattr(place, stop)
@@ -109,8 +109,8 @@ def stopped_at_work(monkeypatch) -> None:
 
     monkeypatch.setattr("os.nice", lambda increment: 0)  # or the later tests run at a low priority
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    monkeypatch.setattr("agentevo.runs.store_opening.OPEN_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("agentevo.runs.folder.MAX_WAIT_S", 0.2)
+    monkeypatch.setattr("agentevo.runs.folder.store_opening.OPEN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("agentevo.runs.folder.run_folder.MAX_WAIT_S", 0.2)
 
 
 def outcome_of(words: list[str]) -> Outcome:

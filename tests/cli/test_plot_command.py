@@ -16,7 +16,7 @@ from matplotlib.image import imread
 from agentevo.config import build_config, to_yaml
 from agentevo.observability import comparison_plot
 from agentevo.observability.comparison_plot import LOOKS, write_comparison
-from agentevo.pages.charts import Chart, ChartLine
+from agentevo.observability.pages.charts import Chart, ChartLine
 
 HELD_OUT = "val-core/coins/success/greedy"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentevo.sandbox import sandbox as contract
+from agentevo.environments.sandbox import sandbox as contract
 
 
 def test_a_file_is_run(agentevo: Callable[..., object]) -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from agentevo.cli.main import main
-from agentevo.task_making.files import made_rows
+from agentevo_evolve.task_making.files import made_rows
 
 RECIPE = """
 tasks: x.jsonl

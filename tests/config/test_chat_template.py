@@ -7,8 +7,8 @@ from tokenizers.processors import TemplateProcessing
 
 from agentevo.config import ModelSection, TinyModel, build_config, load_config, to_yaml
 from agentevo.errors import ConfigError, ModelError
-from agentevo.models.chat import ChatFormat
-from agentevo.models.load import load_model
+from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.files.load import load_model
 from agentevo.types import Message
 
 SHOUTS = (

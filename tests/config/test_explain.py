@@ -13,9 +13,9 @@ from agentevo.algorithms.presets import (
     resolve_preference,
     resolve_preset,
 )
+from agentevo.cli.listings import LISTS
 from agentevo.config import config_keys
 from agentevo.errors import UnknownNameError
-from agentevo.listings import LISTS
 
 
 @pytest.mark.parametrize("key", config_keys().names())

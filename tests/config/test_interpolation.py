@@ -14,7 +14,7 @@ from agentevo.cli.main import main
 from agentevo.config import build_config, sources, to_tree, to_yaml
 from agentevo.config.interpolation import escape_tree, resolve_tree
 from agentevo.errors import ConfigError
-from agentevo.parsing import MAX_BYTES, ParseError, parse_yaml
+from agentevo.runtime.parsing import MAX_BYTES, ParseError, parse_yaml
 
 STEPS = 40
 """Doublings: more than any memory holds."""

@@ -8,7 +8,7 @@ import pytest
 
 from agentevo.config import build_config
 from agentevo.errors import ConfigError, MissingExtraError
-from agentevo.orchestration.components import check_memory
+from agentevo.runs.orchestration.components import check_memory
 from agentevo.training import quantized_optimizer
 
 

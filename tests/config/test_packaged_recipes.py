@@ -11,7 +11,7 @@ import pytest
 import agentevo
 from agentevo.cli.main import main
 from agentevo.config.sources import packaged_recipes
-from agentevo.pipeline import packaged_pipelines
+from agentevo_evolve.pipeline import packaged_pipelines
 
 ROOT = Path(__file__).parents[2]
 

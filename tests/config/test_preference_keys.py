@@ -8,9 +8,9 @@ import yaml
 
 from agentevo.algorithms.describe import describe
 from agentevo.algorithms.presets import PREFERENCE_PRESETS, resolve_preference
+from agentevo.cli.listings import algorithms
 from agentevo.config import AlgorithmSection, RunConfig, build_config, to_yaml
 from agentevo.errors import ConfigError
-from agentevo.listings import algorithms
 
 
 def build(algorithm: dict, **sections) -> RunConfig:

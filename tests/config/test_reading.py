@@ -7,7 +7,7 @@ import yaml
 
 from agentevo.config import build_config, load_config, sources, to_tree, to_yaml
 from agentevo.errors import ConfigError
-from agentevo.runs.folder import run_config
+from agentevo.runs.folder.run_folder import run_config
 
 DOORS = {"environment": {"type": "test_doors"}}
 

@@ -9,7 +9,7 @@ import pytest
 
 from agentevo.config import build_config, to_yaml
 from agentevo.errors import ConfigError, MissingExtraError
-from agentevo.orchestration.tracking import check_tracking, chosen
+from agentevo.runs.orchestration.tracking import check_tracking, chosen
 
 TREE = {"environment": {"type": "coins"}}
 

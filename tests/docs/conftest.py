@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import agentevo.agents  # noqa: F401 (what registers later would be forgotten with a test's)
-from agentevo.registry import Registry
+from agentevo.runtime.registry import Registry
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

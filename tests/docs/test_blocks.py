@@ -31,9 +31,9 @@ from agentevo.config import build_config, check_sft, config_keys, load_config
 from agentevo.config.rm import check_rm
 from agentevo.config.sources import OVERRIDE, overlay, packaged_recipes, read_yaml
 from agentevo.config.sweep import load_sweep
-from agentevo.evolution.evolve import read_evolution
-from agentevo.parsing import parse_yaml
-from agentevo.pipeline import build_pipeline, load_pipeline, packaged_pipelines
+from agentevo.runtime.parsing import parse_yaml
+from agentevo_evolve.evolution.evolve import read_evolution
+from agentevo_evolve.pipeline import build_pipeline, load_pipeline, packaged_pipelines
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/README.md")])
@@ -181,7 +181,7 @@ def test_python_is_executed_up_to_where_it_trains(name, folder, monkeypatch):
 
     monkeypatch.setattr("agentevo.api.run.train", stop)
     monkeypatch.setattr(agentevo, "open_model", stop)
-    monkeypatch.setattr("agentevo.pipeline.run_pipeline", stop)
+    monkeypatch.setattr("agentevo_evolve.pipeline.run_pipeline", stop)
     write_files(name, folder)
     names = {"__name__": "__main__"}
     for block in read_blocks(name, "python"):

@@ -17,8 +17,8 @@ from agentevo.agents.environment_thread import EnvironmentThread, Pace
 from agentevo.environments import make, openenv_adapter
 from agentevo.environments.openenv_adapter import OpenEnvConfig
 from agentevo.errors import ConfigError, EnvironmentFailure
+from agentevo.runtime.trace_header import current
 from agentevo.store.trace_context import TracePlace
-from agentevo.trace_header import current
 
 NUMBER = {"type": "integer", "description": "a number"}
 SCHEMA = {"properties": {"metadata": {"type": "object"}, "guess": NUMBER}, "required": ["guess"]}

@@ -14,12 +14,12 @@ import pytest
 
 from agentevo.agents import CodeAgent, Policy, SingleTurnAgent, ToolAgent
 from agentevo.agents.code_agent import system_message
+from agentevo.agents.tools.search import CorpusSearch
 from agentevo.config.agents import CodeAgentSection, SingleTurnSection, ToolAgentSection
-from agentevo.event_loop import run_coroutine
-from agentevo.inference.conversation import Conversation
-from agentevo.models.chat import ChatFormat
+from agentevo.inference.conversations.conversation import Conversation
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.tiny_tokenizer import byte_tokenizer, word_tokenizer
-from agentevo.tools.search import CorpusSearch
+from agentevo.runtime.event_loop import run_coroutine
 from agentevo.types import SamplingParams, Task
 
 FOLDER = Path(__file__).parents[2] / "examples" / "search_and_code"

@@ -65,7 +65,7 @@ def test_a_world_trains(group, example, tmp_path):
 
 def agentevo_trajectories(folder: Path) -> list[dict]:
     """The training attempts, read without the agent of the run."""
-    from agentevo.runs.folder import read_store
+    from agentevo.runs.folder.run_folder import read_store
 
     async def read(store):
         return [

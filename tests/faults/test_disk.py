@@ -18,7 +18,7 @@ from fault_checks import Account, check, expected_ids, final_weights
 from fault_processes import Component, PlannedKill
 
 from agentevo.config import RunConfig
-from agentevo.runs.identity import ensure_run_folder
+from agentevo.runs.folder.identity import ensure_run_folder
 from agentevo.training.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.slow

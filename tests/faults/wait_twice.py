@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agentevo.api.run import train
-from agentevo.runs.folder import read_store
+from agentevo.runs.folder.run_folder import read_store
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

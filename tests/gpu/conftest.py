@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.models.attention import prepare
+from agentevo.models.compute.attention import prepare
 
 HERE = Path(__file__).parent
 

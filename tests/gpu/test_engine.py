@@ -11,7 +11,7 @@ import torch
 from sampled_distribution import distribution_of
 
 from agentevo.config import EngineSection
-from agentevo.inference.torch_engine import TorchEngine
+from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.types import Sample, SamplingParams

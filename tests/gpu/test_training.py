@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from agentevo.config import AlgorithmSection, CriticSection, MemorySection, TrainerSection
-from agentevo.models.activations import keep_activations
-from agentevo.models.compiled import compile_layers
+from agentevo.models.compute.activations import keep_activations
+from agentevo.models.compute.compiled import compile_layers
 from agentevo.training.kernels.linear_logprobs import linear_logprobs
 from agentevo.training.trainer import Trainer
 from agentevo.types import Sample

@@ -13,9 +13,9 @@ import torch
 from broadcast_member import BUCKET, Mixed
 from sampled_distribution import distribution_of
 
-from agentevo.inference import broadcast_group, broadcast_source
-from agentevo.inference.broadcast_sender import BroadcastSender
-from agentevo.inference.torch_engine import TorchEngine
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.inference.weights import broadcast_group, broadcast_source
+from agentevo.inference.weights.broadcast_sender import BroadcastSender
 from agentevo.types import Completion, SamplingParams
 
 

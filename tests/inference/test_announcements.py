@@ -8,15 +8,15 @@ import time
 import msgspec
 import pytest
 
-from agentevo.inference import announcements
-from agentevo.inference.announcements import (
+from agentevo.inference.serving import announcements
+from agentevo.inference.serving.announcements import (
     AnnouncementWatcher,
     SignedAnnouncement,
     StoreAnnouncements,
 )
-from agentevo.inference.directory import Announcement
-from agentevo.inference.objects import Objects
-from agentevo.inference.secret import RunSecret
+from agentevo.inference.serving.directory import Announcement
+from agentevo.inference.serving.secret import RunSecret
+from agentevo.inference.weights.objects import Objects
 
 
 def engine(name="one", port=8000, version=None):

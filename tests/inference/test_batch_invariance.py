@@ -12,9 +12,9 @@ from slow import slow, soak
 
 from agentevo.config import EngineSection
 from agentevo.errors import EngineError
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models import cpu_kernels, linear
-from agentevo.models.aligned import Aligned
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.compute import cpu_kernels, linear
+from agentevo.models.compute.aligned import Aligned
 from agentevo.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(not linear.available(), reason="another library multiplies here")

@@ -15,11 +15,11 @@ from broadcast_member import BUCKET, Mixed, asks, member, sends, taken
 from broadcast_rounds import assert_has, looked_after, settled, source_of, until, waiting
 
 from agentevo.errors import WeightsLostError, WeightsNotSentError
-from agentevo.inference import broadcast_group, broadcast_sender
-from agentevo.inference.broadcast_files import IncomingWeights, PlaceAnswer
-from agentevo.inference.broadcast_sender import BroadcastSender
-from agentevo.inference.broadcast_source import receive_place
-from agentevo.models.parameters import trained_weights
+from agentevo.inference.weights import broadcast_group, broadcast_sender
+from agentevo.inference.weights.broadcast_files import IncomingWeights, PlaceAnswer
+from agentevo.inference.weights.broadcast_sender import BroadcastSender
+from agentevo.inference.weights.broadcast_source import receive_place
+from agentevo.models.compute.parameters import trained_weights
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ import pytest
 from broadcast_rounds import assert_has, looked_after, settled, source_of, waiting
 
 from agentevo.errors import ConfigError, EngineError, WeightsNotSentError
-from agentevo.inference import broadcast_files, broadcast_group
+from agentevo.inference.weights import broadcast_files, broadcast_group
 
 pytestmark = pytest.mark.usefixtures("quick_rounds")
 

@@ -13,20 +13,20 @@ import torch
 from broadcast_member import taken
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from agentevo.cli.listings import LISTS
 from agentevo.config import LoraSection, build_config
 from agentevo.errors import ConfigError, EngineError
-from agentevo.inference.broadcast_files import BroadcastFiles
-from agentevo.inference.broadcast_sender import BroadcastSender
-from agentevo.inference.broadcast_source import BroadcastSource
+from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.inference.engine import NO_VERSION
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.inference.transports import check_transport, distributed, remote_source
-from agentevo.inference.vllm_weights import places_of_workers
-from agentevo.listings import LISTS
-from agentevo.models.adapters import add_adapter
-from agentevo.models.parts import Spec
-from agentevo.orchestration.components import load_policy
-from agentevo.processes.serve import VersionFollower
+from agentevo.inference.vllm.weights import places_of_workers
+from agentevo.inference.weights.broadcast_files import BroadcastFiles
+from agentevo.inference.weights.broadcast_sender import BroadcastSender
+from agentevo.inference.weights.broadcast_source import BroadcastSource
+from agentevo.inference.weights.transports import check_transport, distributed, remote_source
+from agentevo.models.compute.adapters import add_adapter
+from agentevo.models.compute.parts import Spec
+from agentevo.runs.orchestration.components import load_policy
+from agentevo.runs.processes.serve import VersionFollower
 from agentevo.types import SamplingParams
 
 

@@ -18,13 +18,13 @@ import pytest
 from engine_door import SOON_S, a_door
 
 from agentevo.errors import ConfigError, EngineError, EngineUnavailableError, MissingExtraError
-from agentevo.inference import certificate as module
-from agentevo.inference.address import EngineAddress
-from agentevo.inference.certificate import NAME, RunCertificate, fingerprint_of
-from agentevo.inference.client_connection import ClientConnection, LostError, RefusedError
-from agentevo.inference.directory import Announcement, EngineDirectory
-from agentevo.inference.remote import RemoteEngine
-from agentevo.inference.secret import RunSecret
+from agentevo.inference.serving import certificate as module
+from agentevo.inference.serving.address import EngineAddress
+from agentevo.inference.serving.certificate import NAME, RunCertificate, fingerprint_of
+from agentevo.inference.serving.client_connection import ClientConnection, LostError, RefusedError
+from agentevo.inference.serving.directory import Announcement, EngineDirectory
+from agentevo.inference.serving.remote import RemoteEngine
+from agentevo.inference.serving.secret import RunSecret
 from agentevo.types import SamplingParams
 
 FINGERPRINT = "ab" * 32

@@ -14,8 +14,8 @@ from engine_door import a_door
 
 from agentevo.config import EngineSection
 from agentevo.errors import GrammarError
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models import linear
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.compute import linear
 from agentevo.models.grammar import Grammars, unpack_mask
 from agentevo.types import Constraint
 

@@ -18,9 +18,9 @@ from agentevo.errors import (
     EngineError,
     RequestTooLongError,
 )
-from agentevo.inference.conversation import Conversation
-from agentevo.models.chat import ChatFormat
-from agentevo.seeds import derive_seed
+from agentevo.inference.conversations.conversation import Conversation
+from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.runtime.seeds import derive_seed
 from agentevo.types import (
     Message,
     SamplingOverrides,

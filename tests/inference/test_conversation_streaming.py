@@ -9,9 +9,9 @@ import pytest
 from chat_templates import HERMES, tokenizer_with
 
 from agentevo.errors import EngineUnavailableError, ListenerError, StreamDivergedError
-from agentevo.inference.conversation import Conversation
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.chat import ChatFormat
+from agentevo.inference.conversations.conversation import Conversation
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.types import Completion, Message, SamplingParams
 
 CHAT = ChatFormat(tokenizer_with(HERMES))

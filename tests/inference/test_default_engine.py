@@ -2,7 +2,6 @@
 
 import pytest
 
-from agentevo import devices
 from agentevo.cli import processes
 from agentevo.config import load_config
 from agentevo.errors import ConfigError
@@ -13,6 +12,7 @@ from agentevo.inference.default_engine import (
     engine_override,
     load_with_engine,
 )
+from agentevo.runtime import devices
 
 MODEL = ["model.name=org/name"]
 
@@ -115,6 +115,6 @@ def test_commands_that_are_started_apart_choose_alike(command, gpu, monkeypatch,
         raise ConfigError(f"begins with {config.engine.type}")
 
     function = {"gateway": "run_gateway"}.get(command, command)
-    monkeypatch.setattr(f"agentevo.processes.{command}.{function}", begin)
+    monkeypatch.setattr(f"agentevo.runs.processes.{command}.{function}", begin)
     with pytest.raises(ConfigError, match="begins with vllm"):
         getattr(processes, command)("coins", [*MODEL, f"run.dir={tmp_path}"])

@@ -16,13 +16,13 @@ import pytest
 from engine_door import SOON_S, CountingEngine, Door, a_door, closed_within, last_word
 from websockets.exceptions import ConnectionClosed
 
-from agentevo.inference import admission, server
-from agentevo.inference.address import EngineAddress
-from agentevo.inference.client_connection import ClientConnection, LostError
-from agentevo.inference.http_server import open_socket, url_of
-from agentevo.inference.messages import MAX_BYTES, MAX_MESSAGES, Release
-from agentevo.inference.secret import RunSecret
-from agentevo.inference.server import EngineApp, listening
+from agentevo.inference.serving import admission, server
+from agentevo.inference.serving.address import EngineAddress
+from agentevo.inference.serving.client_connection import ClientConnection, LostError
+from agentevo.inference.serving.http_server import open_socket, url_of
+from agentevo.inference.serving.messages import MAX_BYTES, MAX_MESSAGES, Release
+from agentevo.inference.serving.secret import RunSecret
+from agentevo.inference.serving.server import EngineApp, listening
 from agentevo.types import SamplingParams
 
 

@@ -13,8 +13,8 @@ import pytest
 from engine_door import SOON_S, WRONG_SAMPLING, CountingEngine, a_door, last_word
 
 from agentevo.errors import EngineError
-from agentevo.inference import server_connection
-from agentevo.inference.messages import Generate, Release, WatchRequest
+from agentevo.inference.serving import server_connection
+from agentevo.inference.serving.messages import Generate, Release, WatchRequest
 from agentevo.types import SamplingParams
 
 

@@ -11,7 +11,7 @@ import ssl
 import pytest
 from engine_door import Door, a_door
 
-from agentevo.inference import admission, server
+from agentevo.inference.serving import admission, server
 
 HEAD = b"%s HTTP/1.1\r\nHost: e\r\n%s\r\n"
 UPGRADE = (

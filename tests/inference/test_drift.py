@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from agentevo.agents.agent import FunctionAgent
 from agentevo.agents.policy import Policy
-from agentevo.inference import history as history_module
-from agentevo.inference.equivalence import canonical_arguments, key_of
-from agentevo.orchestration.step_metrics import rollout_metrics
+from agentevo.inference.conversations import history as history_module
+from agentevo.inference.conversations.equivalence import canonical_arguments, key_of
 from agentevo.rollout.group import GroupAttempt
+from agentevo.runs.orchestration.step_metrics import rollout_metrics
 from agentevo.training.batching.samples import trajectory_rows
 from agentevo.types import Message, Outcome, Task, TextPart, ToolCall, Turn
 

@@ -12,10 +12,10 @@ from adapted_models import adapted
 
 from agentevo.config import LoraSection
 from agentevo.errors import EngineError
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.adapters import load_adapter, use_adapter, write_adapter
-from agentevo.models.attention import prepare
-from agentevo.models.model_copy import copy_policy
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.compute.adapters import load_adapter, use_adapter, write_adapter
+from agentevo.models.compute.attention import prepare
+from agentevo.models.files.model_copy import copy_policy
 from agentevo.types import SamplingParams
 
 SECTIONS = {

@@ -10,9 +10,9 @@ import time
 import pytest
 
 from agentevo.errors import ConfigError
-from agentevo.inference import directory as module
-from agentevo.inference.directory import Announcement, EngineDirectory
-from agentevo.inference.secret import RunSecret
+from agentevo.inference.serving import directory as module
+from agentevo.inference.serving.directory import Announcement, EngineDirectory
+from agentevo.inference.serving.secret import RunSecret
 
 
 def engine(name: str, pid: int = 1) -> Announcement:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from agentevo.config import EngineSection
-from agentevo.inference.cache_attention import attention
-from agentevo.inference.torch_engine import TorchEngine
+from agentevo.inference.embedded.cache_attention import attention
+from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.types import SamplingParams
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma2", "mistral", "mistral-wide", "phi3-wide"]

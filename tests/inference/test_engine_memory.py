@@ -15,9 +15,9 @@ from slow import slow
 
 from agentevo.config import EngineSection
 from agentevo.errors import RequestTooLongError
-from agentevo.inference.kv_cache import KEY_BLOCK
-from agentevo.inference.scheduler import GROWTH_TOKENS, _shared_beginnings, common_prefix
-from agentevo.inference.torch_engine import TorchEngine
+from agentevo.inference.embedded.kv_cache import KEY_BLOCK
+from agentevo.inference.embedded.scheduler import GROWTH_TOKENS, _shared_beginnings, common_prefix
+from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.types import Completion, SamplingParams
 from examples import examples
 
@@ -183,7 +183,7 @@ def test_any_mix_of_requests(name, random_model, difference, monkeypatch):
     @example([Ask(0, 0, 2, 24), Ask(0, 0, 3, 24), Ask(0, 0, 4, 24)] * 3, 128, 6, 64, True, 1)
     @example([Ask(0, 3, 2, 24)] * 2 + [Ask(1, 3, 9, 24)] * 2, 224, 4, 16, True, 1)
     def any_mix(mix, budget, max_running, prefill_tokens, sharing, growth):
-        monkeypatch.setattr("agentevo.inference.scheduler.GROWTH_TOKENS", growth)
+        monkeypatch.setattr("agentevo.inference.embedded.scheduler.GROWTH_TOKENS", growth)
         section = EngineSection(
             kv_cache_tokens=budget,
             max_running=max_running,
@@ -246,7 +246,7 @@ PRESSED = [(tokens_of(9, n), SamplingParams(max_new_tokens=60, seed=n)) for n in
 
 @pytest.fixture
 def pressed(random_model, monkeypatch) -> TorchEngine:
-    monkeypatch.setattr("agentevo.inference.scheduler.GROWTH_TOKENS", 5)
+    monkeypatch.setattr("agentevo.inference.embedded.scheduler.GROWTH_TOKENS", 5)
     return TorchEngine(random_model("llama").model, config=EngineSection(kv_cache_tokens=128))
 
 

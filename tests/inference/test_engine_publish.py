@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from agentevo.errors import DeadlineExceededError, EngineError
-from agentevo.inference.torch_engine import TorchEngine
+from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.types import SamplingParams
 
 PROMPT = list(range(5, 35))

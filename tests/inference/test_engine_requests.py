@@ -10,10 +10,10 @@ from engine_door import WRONG_SAMPLING
 
 from agentevo.config import EngineSection, ModelSection, TinyModel
 from agentevo.errors import DeadlineExceededError, EngineError, ModelError, RequestTooLongError
-from agentevo.inference import torch_engine
-from agentevo.inference.kv_cache import kv_bytes_per_token
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.load import load_model
+from agentevo.inference.embedded import torch_engine
+from agentevo.inference.embedded.kv_cache import kv_bytes_per_token
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.files.load import load_model
 from agentevo.types import SamplingParams
 
 
@@ -190,7 +190,7 @@ def test_stop_tokens_end_a_completion_and_belong_to_it(llama, complete):
 
 @pytest.fixture(scope="module")
 def byte_model():
-    from agentevo.models.attention import prepare
+    from agentevo.models.compute.attention import prepare
 
     shape = TinyModel(
         hidden_size=16, num_layers=1, num_heads=1, tokenizer="byte", context_length=128

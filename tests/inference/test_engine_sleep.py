@@ -13,7 +13,7 @@ import torch
 
 from agentevo.config import EngineSection
 from agentevo.errors import DeadlineExceededError, EngineError
-from agentevo.inference.torch_engine import TorchEngine
+from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.types import SamplingParams
 
 LENGTHS = [30, 30, 150, 7]

@@ -11,12 +11,12 @@ from engine_door import CountingEngine
 from fake_engines import Engines
 
 from agentevo.errors import ConfigError, EngineUnavailableError
-from agentevo.inference.certificate import RunCertificate
-from agentevo.inference.directory import EngineDirectory
-from agentevo.inference.http_server import open_socket, url_of
-from agentevo.inference.remote import RemoteEngine
-from agentevo.inference.secret import RunSecret
-from agentevo.inference.server import EngineApp, listening
+from agentevo.inference.serving.certificate import RunCertificate
+from agentevo.inference.serving.directory import EngineDirectory
+from agentevo.inference.serving.http_server import open_socket, url_of
+from agentevo.inference.serving.remote import RemoteEngine
+from agentevo.inference.serving.secret import RunSecret
+from agentevo.inference.serving.server import EngineApp, listening
 from agentevo.types import SamplingParams
 
 NAME = "ENGINE_SECRET"

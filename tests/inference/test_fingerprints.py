@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentevo.inference import fingerprints
-from agentevo.inference.fingerprints import fingerprint
+from agentevo.inference.weights import fingerprints
+from agentevo.inference.weights.fingerprints import fingerprint
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.int64]
 SIZES = [1, 3, 7, 8, 9, 1000, 70_001]

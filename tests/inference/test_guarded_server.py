@@ -6,13 +6,13 @@ import subprocess
 import sys
 import time
 
-from agentevo.inference.guarded_server import GuardedServer
+from agentevo.inference.serving.guarded_server import GuardedServer
 
 CHILD = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 PARENT = f"""
 import sys, time
 from pathlib import Path
-from agentevo.inference.guarded_server import GuardedServer
+from agentevo.inference.serving.guarded_server import GuardedServer
 GuardedServer([sys.executable, "-c", {CHILD!r}], Path(sys.argv[1]))
 time.sleep(600)
 """

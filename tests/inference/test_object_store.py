@@ -14,10 +14,10 @@ import torch
 
 from agentevo.config import build_config
 from agentevo.errors import ConfigError, EngineError
-from agentevo.inference import objects
-from agentevo.inference.object_store import ObjectStoreWeights
-from agentevo.inference.publication import Publication
-from agentevo.inference.transports import check_transport, remote_source
+from agentevo.inference.weights import objects
+from agentevo.inference.weights.object_store import ObjectStoreWeights
+from agentevo.inference.weights.publication import Publication
+from agentevo.inference.weights.transports import check_transport, remote_source
 
 
 def made(seed=0):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from agentevo.inference.objects import Objects
+from agentevo.inference.weights.objects import Objects
 
 PATH = "engines/one.json"
 

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentevo.errors import EngineError
-from agentevo.inference.weight_delta import (
+from agentevo.inference.weights.weight_delta import (
     box_keys,
     change_of,
     checksum,
     combine_checksums,
     with_delta,
 )
-from agentevo.models.parts import Box, boxes_of, grid_of
+from agentevo.models.compute.parts import Box, boxes_of, grid_of
 from examples import examples
 
 

@@ -12,18 +12,18 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from agentevo.inference import publication
-from agentevo.inference import weights as weights_module
+from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.inference.engine import NO_VERSION
-from agentevo.inference.publication import Publication
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.inference.transports import SharedWeights
-from agentevo.inference.weights import WeightsFolder
-from agentevo.orchestration import rollout_sources as attempts
-from agentevo.orchestration.components import load_policy
-from agentevo.orchestration.rollout_sources import DisaggregatedRollouts, StopAskedError
-from agentevo.processes.serve import VersionFollower
+from agentevo.inference.weights import publication
+from agentevo.inference.weights import weights_folder as weights_module
+from agentevo.inference.weights.publication import Publication
+from agentevo.inference.weights.transports import SharedWeights
+from agentevo.inference.weights.weights_folder import WeightsFolder
 from agentevo.rollout.task_source import TaskSource
+from agentevo.runs.orchestration import rollout_sources as attempts
+from agentevo.runs.orchestration.components import load_policy
+from agentevo.runs.orchestration.rollout_sources import DisaggregatedRollouts, StopAskedError
+from agentevo.runs.processes.serve import VersionFollower
 from agentevo.store import open_store
 
 

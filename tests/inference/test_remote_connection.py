@@ -22,11 +22,11 @@ from agentevo.errors import (
     MissingExtraError,
     RequestTooLongError,
 )
-from agentevo.inference import server
-from agentevo.inference.directory import EngineDirectory
-from agentevo.inference.messages import Generate, read_requests
-from agentevo.inference.remote import RemoteEngine
-from agentevo.inference.secret import RunSecret
+from agentevo.inference.serving import server
+from agentevo.inference.serving.directory import EngineDirectory
+from agentevo.inference.serving.messages import Generate, read_requests
+from agentevo.inference.serving.remote import RemoteEngine
+from agentevo.inference.serving.secret import RunSecret
 from agentevo.types import Completion
 
 
@@ -187,19 +187,19 @@ def test_a_secret_that_can_not_be_read_is_said_on_either_side(tmp_path):
 def test_without_the_extra_it_is_said_what_to_install(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "websockets.asyncio.client", None)
-        patch.delitem(sys.modules, "agentevo.inference.client_connection")
+        patch.delitem(sys.modules, "agentevo.inference.serving.client_connection")
         with pytest.raises(
             MissingExtraError,
             match=r"need the package 'websockets.*': pip install 'agentevo\[serve\]'",
         ):
-            importlib.import_module("agentevo.inference.client_connection")
+            importlib.import_module("agentevo.inference.serving.client_connection")
 
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    monkeypatch.delitem(sys.modules, "agentevo.inference.server")
+    monkeypatch.delitem(sys.modules, "agentevo.inference.serving.server")
     with pytest.raises(
         MissingExtraError, match=r"package 'fastapi': pip install 'agentevo\[serve\]'"
     ):
-        importlib.import_module("agentevo.inference.server")
+        importlib.import_module("agentevo.inference.serving.server")
 
 
 def test_requests_go_over_one_connection_in_few_frames(tmp_path):

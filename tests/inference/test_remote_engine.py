@@ -1,6 +1,6 @@
 """Several engines behind sockets as one: who is asked, and what happens when they refuse, hang,
-leave or come. The engines say which of them answered; those of `tests/processes/test_serve.py` are
-real processes."""
+leave or come. The engines say which of them answered; those of `tests/runs/processes/test_serve.py`
+are real processes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from agentevo.errors import (
     EngineUnavailableError,
     RequestTooLongError,
 )
-from agentevo.inference import remote
-from agentevo.inference.directory import Announcement, EngineDirectory
-from agentevo.inference.remote import RemoteEngine
+from agentevo.inference.serving import remote
+from agentevo.inference.serving.directory import Announcement, EngineDirectory
+from agentevo.inference.serving.remote import RemoteEngine
 
 
 def test_conversations_stay_where_their_cache_is_and_new_ones_go_where_there_is_least_to_do(

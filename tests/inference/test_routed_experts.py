@@ -13,13 +13,13 @@ import torch
 
 from agentevo.config import EngineSection
 from agentevo.errors import EngineError
-from agentevo.inference.messages import Completed, read_answers
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.routers import Recording, enable_routing, routers_of
-from agentevo.routed_experts import RoutedExperts
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.inference.serving.messages import Completed, read_answers
+from agentevo.models.compute.routers import Recording, enable_routing, routers_of
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.types import Completion, Sample, SamplingParams
+from agentevo.types.routed_experts import RoutedExperts
 
 RECORDS = EngineSection(routed_experts=True)
 SHORT = list(range(5, 30))

@@ -17,17 +17,17 @@ from near_ties import ROUTER_WEIGHTS, nudged
 from transformers import PreTrainedModel
 
 from agentevo.config import EngineSection
-from agentevo.inference.requests import EngineRequest
-from agentevo.inference.routing import TokenRows
-from agentevo.inference.routing_memory import RoutingMemory
-from agentevo.inference.scheduler import Sequence
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.linear import drop_packed
-from agentevo.models.routers import RouterReplay, Routers, enable_routing
-from agentevo.routed_experts import RoutedExperts, join_experts
+from agentevo.inference.embedded.requests import EngineRequest
+from agentevo.inference.embedded.routing import TokenRows
+from agentevo.inference.embedded.routing_memory import RoutingMemory
+from agentevo.inference.embedded.scheduler import Sequence
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.compute.linear import drop_packed
+from agentevo.models.compute.routers import RouterReplay, Routers, enable_routing
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.types import Completion, Sample, SamplingParams
+from agentevo.types.routed_experts import RoutedExperts, join_experts
 
 SHORT = list(range(5, 30))
 LONG = [5 + (7 * n) % 80 for n in range(150)]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentevo.inference.sampling import draw, filter_logits
+from agentevo.inference.embedded.sampling import draw, filter_logits
 from agentevo.types import SamplingParams
 
 LOGITS = [2.0, -1.0, 0.5, 0.4, -3.0, 1.2]

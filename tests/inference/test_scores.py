@@ -17,10 +17,10 @@ from slow import slow
 
 from agentevo.config import EngineSection
 from agentevo.errors import DeadlineExceededError, EngineError, RequestTooLongError
+from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.inference.engine import ScoringEngine
-from agentevo.inference.remote import RemoteEngine
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models import linear
+from agentevo.inference.serving.remote import RemoteEngine
+from agentevo.models.compute import linear
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.types import Sample, SamplingParams

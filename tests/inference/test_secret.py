@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from agentevo.errors import EngineError
-from agentevo.inference.secret import RunSecret
+from agentevo.inference.serving.secret import RunSecret
 
 
 def test_it_is_made_once_and_for_its_owner_alone(tmp_path):

@@ -13,7 +13,7 @@ from engine_case import Case, sampled, told
 from agentevo.config import EngineSection
 from agentevo.errors import ConfigError, EngineError
 from agentevo.inference.engines import engines
-from agentevo.inference.sglang_options import read_options
+from agentevo.inference.sglang.options import read_options
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import sglang_server
 
-from agentevo.inference.sglang_wire import ServerFacts, generate_body
+from agentevo.inference.sglang.wire import ServerFacts, generate_body
 from agentevo.types import SamplingParams
 
 FACTS = ServerFacts(1024, 1000, 10_000, 4096, True, True, True)

@@ -21,9 +21,10 @@ from agentevo.errors import (
     ListenerError,
     StreamDivergedError,
 )
-from agentevo.inference import messages
+from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.inference.listening import StreamedTokens
-from agentevo.inference.messages import (
+from agentevo.inference.serving import messages
+from agentevo.inference.serving.messages import (
     DrawnTokens,
     Generate,
     Outbox,
@@ -31,8 +32,7 @@ from agentevo.inference.messages import (
     WatchRequest,
     read_answers,
 )
-from agentevo.inference.secret import RunSecret
-from agentevo.inference.torch_engine import TorchEngine
+from agentevo.inference.serving.secret import RunSecret
 from agentevo.types import Completion, SamplingParams
 from examples import examples
 

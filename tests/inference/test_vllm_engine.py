@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from agentevo.config import EngineSection
 from agentevo.errors import EngineError
-from agentevo.inference import broadcast_group, vllm_engine
-from agentevo.inference.broadcast_sender import BroadcastSender
-from agentevo.inference.broadcast_source import BroadcastSource
 from agentevo.inference.engines import engines
-from agentevo.inference.vllm_terms import engine_arguments
-from agentevo.inference.vllm_weights import write_weights
-from agentevo.processes.serve import VersionFollower
+from agentevo.inference.vllm import engine as vllm_engine
+from agentevo.inference.vllm.terms import engine_arguments
+from agentevo.inference.vllm.weights import write_weights
+from agentevo.inference.weights import broadcast_group
+from agentevo.inference.weights.broadcast_sender import BroadcastSender
+from agentevo.inference.weights.broadcast_source import BroadcastSource
+from agentevo.runs.processes.serve import VersionFollower
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentevo.inference import vllm_weights
-from agentevo.inference.broadcast_files import IncomingWeights, PlaceAnswer
-from agentevo.inference.vllm_weights import WeightLoader
+from agentevo.inference.vllm import weights as vllm_weights
+from agentevo.inference.vllm.weights import WeightLoader
+from agentevo.inference.weights.broadcast_files import IncomingWeights, PlaceAnswer
 
 
 def are_gone(references):

@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentevo import files
 from agentevo.errors import EngineError
-from agentevo.inference import weight_versions, weights
-from agentevo.inference.publication import Publication
-from agentevo.inference.version_manifest import VersionManifest
-from agentevo.inference.weight_delta import apply_change, checksum, find_change, pack_change
-from agentevo.inference.weights import WeightsFolder
+from agentevo.inference.weights import weight_versions
+from agentevo.inference.weights import weights_folder as weights
+from agentevo.inference.weights.publication import Publication
+from agentevo.inference.weights.version_manifest import VersionManifest
+from agentevo.inference.weights.weight_delta import apply_change, checksum, find_change, pack_change
+from agentevo.inference.weights.weights_folder import WeightsFolder
+from agentevo.runtime import files
 from examples import examples
 
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from weights_writer import write_and_die
 
 from agentevo.errors import EngineError
-from agentevo.inference import weights as weights_module
-from agentevo.inference.weights import WeightsFolder
+from agentevo.inference.weights import weights_folder as weights_module
+from agentevo.inference.weights.weights_folder import WeightsFolder
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from agentevo.agents import Policy
 from agentevo.agents.agent import FunctionAgent, make_agent
 from agentevo.config import build_config
 from agentevo.errors import BadRequestError
-from agentevo.inference.conversation import Conversation
-from agentevo.models.chat import ChatFormat
+from agentevo.inference.conversations.conversation import Conversation
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.types import SamplingParams, Task
 
 pytest.importorskip("langchain", reason="langchain is not in this environment")

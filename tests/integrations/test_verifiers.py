@@ -11,10 +11,10 @@ import time
 import pytest
 from gateway_play import call, play_through_gateway
 
-from agentevo import own_loop
 from agentevo.config import AgentSection, build_config
 from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.rollout.task_source import TaskSource
+from agentevo.runtime import own_loop
 
 pytest.importorskip("verifiers.envs", reason="verifiers before 0.4 is not in this environment")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from agentevo.config import ModelSection, TinyModel
-from agentevo.models.load import LoadedModel, load_model
-from agentevo.models.resolve import fetch
+from agentevo.models.files.load import LoadedModel, load_model
+from agentevo.models.files.resolve import fetch
 
 CORPUS = (
     "You stand at P on a frozen lake.\nWalk to G; avoid O.\n_P_\n__G\n",

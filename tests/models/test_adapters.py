@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from agentevo.config import LoraSection, ModelSection
 from agentevo.errors import MissingExtraError, ModelError
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.adapters import (
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.compute.adapters import (
     adapter_names,
     add_adapter,
     check_lora,
@@ -29,11 +29,11 @@ from agentevo.models.adapters import (
     num_parameters,
     use_adapter,
 )
-from agentevo.models.attention import prepare
-from agentevo.models.linear import available, drop_packed
-from agentevo.models.load import LoadedModel, load_model
-from agentevo.models.merge import merge_adapter
-from agentevo.models.save import save_model
+from agentevo.models.compute.attention import prepare
+from agentevo.models.compute.linear import available, drop_packed
+from agentevo.models.files.load import LoadedModel, load_model
+from agentevo.models.files.merge import merge_adapter
+from agentevo.models.files.save import save_model
 from agentevo.types import SamplingParams
 
 IDS = [5, 9, 60, 3, 41, 8]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tool_call_templates import TEMPLATES
 
 from agentevo.errors import BadRequestError, GrammarError
-from agentevo.models import answer_form
-from agentevo.models.answer_form import ANY_OBJECT, AnswerForm, grammar_of
-from agentevo.models.chat import ChatFormat
+from agentevo.models.chat import answer_form
+from agentevo.models.chat.answer_form import ANY_OBJECT, AnswerForm, grammar_of
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.grammar import Grammars
 from agentevo.types import Message, ToolCall
 from examples import examples

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from agentevo.errors import ModelError
-from agentevo.models import cache, convert
-from agentevo.models.cache import MANIFEST, cache_folder, ensure_cached, is_complete
-from agentevo.models.known import GgufWheel, KnownModel, known_models
+from agentevo.models.files import cache, convert
+from agentevo.models.files.cache import MANIFEST, cache_folder, ensure_cached, is_complete
+from agentevo.models.files.known import GgufWheel, KnownModel, known_models
 
 
 class Builds:

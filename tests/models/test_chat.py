@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from agentevo.errors import ModelError
-from agentevo.models.chat import ChatFormat
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.tiny_tokenizer import byte_tokenizer, word_tokenizer
 from agentevo.types import Message
 

@@ -18,10 +18,10 @@ from agentevo.config import (
     RunConfig,
     TrainerSection,
 )
-from agentevo.models.activations import CheckpointedLayer, keep_activations
-from agentevo.models.compiled import CompiledLayer, compile_layers, is_compiled
-from agentevo.models.model_copy import copy_policy
-from agentevo.orchestration import components
+from agentevo.models.compute.activations import CheckpointedLayer, keep_activations
+from agentevo.models.compute.compiled import CompiledLayer, compile_layers, is_compiled
+from agentevo.models.files.model_copy import copy_policy
+from agentevo.runs.orchestration import components
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.types import Sample
@@ -111,7 +111,9 @@ def test_a_copy_computes_with_its_own_layers(random_model):
 
 def test_the_engine_computes_with_the_layers_themselves(random_model, monkeypatch):
     model = compile_layers(plain(random_model, "llama"))
-    monkeypatch.setattr("agentevo.models.compiled._compile_forward", lambda kind: pytest.fail)
+    monkeypatch.setattr(
+        "agentevo.models.compute.compiled._compile_forward", lambda kind: pytest.fail
+    )
     with torch.inference_mode():
         token_logprobs(model, batch_of(0))
 

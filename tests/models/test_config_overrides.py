@@ -23,13 +23,13 @@ from transformers import (
 
 from agentevo.config import LoraSection, ModelSection, TinyModel
 from agentevo.errors import ModelError
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.attention import prepare
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.compute.attention import prepare
+from agentevo.models.compute.positions import context_length
 from agentevo.models.config_overrides import OVERRIDES_FILE
-from agentevo.models.load import LoadedModel, load_model
-from agentevo.models.merge import merge_adapter
-from agentevo.models.positions import context_length
-from agentevo.models.save import save_model
+from agentevo.models.files.load import LoadedModel, load_model
+from agentevo.models.files.merge import merge_adapter
+from agentevo.models.files.save import save_model
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.types import Sample, SamplingParams

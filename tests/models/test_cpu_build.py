@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentevo.doctor import checks
-from agentevo.models import cpu_build, cpu_kernels
-from agentevo.models.cpu_build import KernelsUnavailableError, load_library
-from agentevo.models.cpu_kernels import CpuKernels
+from agentevo.models.compute import cpu_build, cpu_kernels
+from agentevo.models.compute.cpu_build import KernelsUnavailableError, load_library
+from agentevo.models.compute.cpu_kernels import CpuKernels
+from agentevo.runs.doctor import checks
 
 pytestmark = pytest.mark.skipif(
     bool(cpu_kernels.why_not()[0]), reason=f"no kernels here: {cpu_kernels.why_not()[0]}"
@@ -193,7 +193,7 @@ def test_a_compiler_that_hangs_is_ended(folder, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_processes_that_build_at_once(folder, counting_compiler):
-    program = "from agentevo.models.cpu_kernels import why_not; print(why_not()[0])"
+    program = "from agentevo.models.compute.cpu_kernels import why_not; print(why_not()[0])"
     running = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=os.environ)
         for _ in range(2)

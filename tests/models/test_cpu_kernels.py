@@ -9,16 +9,23 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from agentevo.inference.kv_cache import KEY_BLOCK
-from agentevo.models import cpu_kernels as module
-from agentevo.models.cpu_build import (
+from agentevo.inference.embedded.kv_cache import KEY_BLOCK
+from agentevo.models.compute import cpu_kernels as module
+from agentevo.models.compute.cpu_build import (
     INSTRUCTIONS,
     KernelsUnavailableError,
     _openmp,
     load_library,
 )
-from agentevo.models.cpu_kernels import FEW_ROWS, CpuKernels, KernelCache, Matrix, Prefix, why_not
-from agentevo.models.linear import PackedMatrix
+from agentevo.models.compute.cpu_kernels import (
+    FEW_ROWS,
+    CpuKernels,
+    KernelCache,
+    Matrix,
+    Prefix,
+    why_not,
+)
+from agentevo.models.compute.linear import PackedMatrix
 
 HERE = torch.backends.cpu.get_cpu_capability()
 SETS = [name for name in INSTRUCTIONS if name == HERE or HERE == "AVX512"]

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentevo.models import device_peak as module
-from agentevo.models.device_peak import device_peak, known_peak
+from agentevo.models.compute import device_peak as module
+from agentevo.models.compute.device_peak import device_peak, known_peak
 
 
 @pytest.mark.parametrize(

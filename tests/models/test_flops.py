@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from agentevo.config import LoraSection
-from agentevo.models.adapters import add_adapter, load_adapter, use_adapter
-from agentevo.models.flops import (
+from agentevo.models.compute.adapters import add_adapter, load_adapter, use_adapter
+from agentevo.models.compute.flops import (
     ForwardWork,
     ModelFlops,
     model_flops,

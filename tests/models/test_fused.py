@@ -9,10 +9,10 @@ import torch
 from fused_passes import TREE, fused, logits, num_fused_calls, outputs, unfused
 from torch import nn
 
-from agentevo.models.attention import prepare
-from agentevo.models.fused import FUSED_CLASSES
-from agentevo.models.fused_decoder import DECODERS
-from agentevo.models.linear import PackedMatrix, available, drop_packed
+from agentevo.models.compute.attention import prepare
+from agentevo.models.compute.fused import FUSED_CLASSES
+from agentevo.models.compute.fused_decoder import DECODERS
+from agentevo.models.compute.linear import PackedMatrix, available, drop_packed
 
 pytestmark = [
     pytest.mark.skipif(

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM
 
-from agentevo.models.in_parts import InParts, write_from_parts
-from agentevo.models.parts import Spec, WeightPart
-from agentevo.models.tensor_file import TensorFile
+from agentevo.models.compute.parts import Spec, WeightPart
+from agentevo.models.files.in_parts import InParts, write_from_parts
+from agentevo.models.files.tensor_file import TensorFile
 
 
 def whole_parts(model):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from agentevo.models.linear import (
+from agentevo.models.compute.linear import (
     FastLinear,
     PackedMatrix,
     available,

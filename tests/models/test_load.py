@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from agentevo.config import ModelSection, TinyModel
 from agentevo.errors import ModelError
-from agentevo.models.attention import prepare
-from agentevo.models.load import LoadedModel, load_model
-from agentevo.models.save import save_model
+from agentevo.models.compute.attention import prepare
+from agentevo.models.files.load import LoadedModel, load_model
+from agentevo.models.files.save import save_model
 
 
 def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:

@@ -16,8 +16,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from agentevo.errors import MissingExtraError, ModelError
-from agentevo.models import modelscope
-from agentevo.models.resolve import fetch, missing_model, resolve
+from agentevo.models.files import modelscope
+from agentevo.models.files.resolve import fetch, missing_model, resolve
 
 FILES = {
     "config.json": b'{"model_type": "llama"}',

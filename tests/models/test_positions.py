@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from agentevo.errors import ModelError, RequestTooLongError
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.attention import prepare
-from agentevo.models.positions import context_length, length_advice
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.compute.attention import prepare
+from agentevo.models.compute.positions import context_length, length_advice
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.types import Sample, SamplingParams

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from agentevo.errors import ModelError, UnknownNameError
-from agentevo.models.known import known_models
-from agentevo.models.resolve import fetch, missing_model, resolve
+from agentevo.models.files.known import known_models
+from agentevo.models.files.resolve import fetch, missing_model, resolve
 
 
 def model_folder(folder: Path, without: str = "") -> Path:
@@ -128,7 +128,7 @@ def test_a_hub_model_is_fetched_through_huggingface_hub(
 def test_known_models_are_listed_without_torch() -> None:
     assert "smollm2-135m-instruct" in known_models.names()
     program = (
-        "import agentevo.models.resolve, sys; assert not {'torch', 'transformers', "
+        "import agentevo.models.files.resolve, sys; assert not {'torch', 'transformers', "
         "'huggingface_hub'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

@@ -14,10 +14,16 @@ from slow import slow
 
 from agentevo.config import MemorySection
 from agentevo.errors import ModelError
-from agentevo.models.activations import keep_activations
-from agentevo.models.attention import prepare
-from agentevo.models.routers import Recording, RouterReplay, Routers, enable_routing, routers_of
-from agentevo.models.sharded import make_plain
+from agentevo.models.compute.activations import keep_activations
+from agentevo.models.compute.attention import prepare
+from agentevo.models.compute.routers import (
+    Recording,
+    RouterReplay,
+    Routers,
+    enable_routing,
+    routers_of,
+)
+from agentevo.models.compute.sharded import make_plain
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.types import Sample

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from agentevo.config import ModelSection
 from agentevo.errors import ModelError
-from agentevo.models.chat import ChatFormat
-from agentevo.models.convert import check_tokenizer
-from agentevo.models.known import known_models
-from agentevo.models.load import LoadedModel, load_model
+from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.files.convert import check_tokenizer
+from agentevo.models.files.known import known_models
+from agentevo.models.files.load import LoadedModel, load_model
 from agentevo.types import Message
 
 pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(1800)]  # the first test may download

@@ -8,10 +8,10 @@ import pytest
 from chat_templates import HERMES, PHI3, QWEN3, tokenizer_with
 
 from agentevo.errors import ModelError
-from agentevo.models import template_rendering, template_worker
-from agentevo.models.chat import ChatFormat
-from agentevo.models.chat_template import NO_TOOLS, ChatTemplate, ToolSchemas
-from agentevo.models.template_rendering import untrusted_templates
+from agentevo.models.chat import template_rendering, template_worker
+from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.chat.chat_template import NO_TOOLS, ChatTemplate, ToolSchemas
+from agentevo.models.chat.template_rendering import untrusted_templates
 from agentevo.types import Message, ToolCall
 
 TOOLS = ToolSchemas.of(

@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from agentevo.errors import ModelError
-from agentevo.models.chat import ChatFormat
-from agentevo.models.text_stream import CONTEXT, WINDOW, TextStream, before_stop
+from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.chat.text_stream import CONTEXT, WINDOW, TextStream, before_stop
 from agentevo.models.tiny_tokenizer import byte_tokenizer, word_tokenizer
 from examples import examples
 

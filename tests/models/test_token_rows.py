@@ -11,10 +11,10 @@ from constrained import END, FACT, complete, params, tiny_policy
 
 from agentevo.config import ModelSection
 from agentevo.errors import EngineError
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.attention import prepare
-from agentevo.models.load import LoadedModel, load_model
-from agentevo.models.save import save_model
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.compute.attention import prepare
+from agentevo.models.files.load import LoadedModel, load_model
+from agentevo.models.files.save import save_model
 from agentevo.models.token_rows import num_token_rows, token_logits
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import allowed_logits, token_logprobs

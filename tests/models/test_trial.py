@@ -36,8 +36,8 @@ from transformers import (
 )
 
 from agentevo.errors import ModelError
-from agentevo.models.attention import prepare
-from agentevo.models.trial import _PackedTextsPlan, key_value_sizes
+from agentevo.models.compute.attention import prepare
+from agentevo.models.compute.trial import _PackedTextsPlan, key_value_sizes
 
 SHAPE = {
     "vocab_size": 97,

@@ -13,11 +13,11 @@ from agentevo.observability.collapse import CollapseMonitor
 from agentevo.observability.learning_curve import draw_learning_curve
 from agentevo.observability.live import LiveView
 from agentevo.observability.metrics import not_comparable, read_evaluations
+from agentevo.observability.pages.words import sparkline
 from agentevo.observability.panels import leave_room
 from agentevo.observability.report_page import report_html, rollouts
 from agentevo.observability.still_attempt import still_attempt
 from agentevo.observability.trajectory_view import outcome, render_trajectory
-from agentevo.pages.words import sparkline
 from agentevo.types import Trajectory, Turn
 
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentevo.console import format_duration
 from agentevo.observability.live import LiveView, format_drops
 from agentevo.observability.metrics import MetricsRow
-from agentevo.pages.words import sparkline
+from agentevo.observability.pages.words import sparkline
+from agentevo.runtime.console import format_duration
 
 METRICS: MetricsRow = {
     "critic/score/mean": 0.41,
@@ -274,7 +274,7 @@ def test_a_reader_that_is_gone_ends_nothing() -> None:
         "    for n in range(9):\n"
         "        view.note('line ' + str(n))\n"
         "        input()\n"
-        "from agentevo.console import to_stderr\n"
+        "from agentevo.runtime.console import to_stderr\n"
         "to_stderr('and here')\n"
     )
     with subprocess.Popen(

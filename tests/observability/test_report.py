@@ -15,7 +15,6 @@ import msgspec
 import pytest
 
 from agentevo.errors import ConfigError
-from agentevo.event_loop import run_coroutine
 from agentevo.observability import (
     MetricsLog,
     report,
@@ -25,6 +24,7 @@ from agentevo.observability import (
 )
 from agentevo.observability.metrics import MetricsRow
 from agentevo.observability.still_attempt import SHOWN_TOKENS
+from agentevo.runtime.event_loop import run_coroutine
 from agentevo.store import StoredCall, open_store
 from agentevo.types import Call, Message, Task, ToolCall, Trajectory, Turn
 

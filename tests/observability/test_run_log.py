@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from agentevo.console import to_stderr
 from agentevo.observability import LiveView, run_log
 from agentevo.observability.run_log import RunLog
+from agentevo.runtime.console import to_stderr
 
 STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", re.MULTILINE)
 

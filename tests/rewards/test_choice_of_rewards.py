@@ -11,13 +11,13 @@ import pytest
 import agentevo
 from agentevo.config import build_config
 from agentevo.errors import ConfigError
-from agentevo.orchestration.step_metrics import rollout_metrics
-from agentevo.remote_models.ledger import RemoteModelError
+from agentevo.inference.remote_models.ledger import RemoteModelError
 from agentevo.rewards import Score, make_reward, reward, rewards
 from agentevo.rewards.judging import NoScoreError
 from agentevo.rewards.llm_judge import question
 from agentevo.rewards.reward import RewardConfig, reward_config
 from agentevo.rollout.scoring import Scoring
+from agentevo.runs.orchestration.step_metrics import rollout_metrics
 from agentevo.store.call_log import AttemptCalls
 from agentevo.types import Message, Task, Trajectory, Turn
 

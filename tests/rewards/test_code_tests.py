@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from agentevo.environments.sandbox.sandbox import Failure, ProgramRun
 from agentevo.errors import ConfigError, SandboxError, UnknownNameError
-from agentevo.event_loop import run_coroutine
 from agentevo.rewards.code_cases import cases_of, is_right_output, is_right_value
 from agentevo.rewards.code_tests import CodeTestsConfig, CodeTestsReward, code_of
 from agentevo.rollout.scoring import Scoring
-from agentevo.sandbox.sandbox import Failure, ProgramRun
+from agentevo.runtime.event_loop import run_coroutine
 from agentevo.types import Message, Task, Trajectory, Turn
 
 SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}

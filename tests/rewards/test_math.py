@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from agentevo import json_worker
 from agentevo.errors import MissingExtraError
 from agentevo.rewards import make_reward, math_answer, math_worker
 from agentevo.rewards.reward import reward_config
 from agentevo.rollout.scoring import Scoring
+from agentevo.runtime import json_worker
 from agentevo.types import Message, Task, Trajectory, Turn
 
 pytest.importorskip("math_verify")

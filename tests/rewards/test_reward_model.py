@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from agentevo.errors import ConfigError, ModelError
-from agentevo.models.save import save_model
+from agentevo.models.files.save import save_model
 from agentevo.rewards import make_reward
 from agentevo.rewards.reward import reward_config
 from agentevo.training.reward_model import classifier_of, keep_scale

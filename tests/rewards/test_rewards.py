@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from agentevo import event_loop
 from agentevo.config import build_config
 from agentevo.errors import ConfigError
 from agentevo.rewards import RewardConfig, Score, make_reward, reward, rewards
 from agentevo.rewards.reward import check_reward, completion_of, reward_config, score_of
 from agentevo.rollout.scoring import NO_REWARD, Scoring
+from agentevo.runtime import event_loop
 from agentevo.types import Message, Task, ToolCall, Trajectory, Turn
 
 

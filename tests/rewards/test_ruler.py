@@ -24,11 +24,11 @@ from remote_server import RemoteServer, breaks_off, chat, fails, gives, hangs
 
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.errors import AgentEvoError
-from agentevo.evaluation.judge_statistics import spearman
-from agentevo.remote_models import RemoteModels
+from agentevo.inference.remote_models import RemoteModels
 from agentevo.rewards.injections import INJECTIONS
 from agentevo.rewards.ruler import order_of_vote
 from agentevo.rollout.scoring import Scoring
+from agentevo.runs.evaluation.judge_statistics import spearman
 from agentevo.store.call_log import AttemptCalls
 from agentevo.types import Message, ToolCall
 

@@ -6,9 +6,9 @@ import sqlite3
 
 import pytest
 
-from agentevo.event_loop import run_coroutine
 from agentevo.rewards.sqlite_state import SqliteStateConfig
 from agentevo.rollout.scoring import Scoring
+from agentevo.runtime.event_loop import run_coroutine
 from agentevo.types import Task, Trajectory
 
 STATE = {

@@ -7,9 +7,9 @@ import pytest
 
 from agentevo.config import build_config
 from agentevo.errors import ConfigError
-from agentevo.event_loop import run_coroutine
 from agentevo.rollout.sampler import BASELINE, group_name
 from agentevo.rollout.scoring import Scoring, step_of
+from agentevo.runtime.event_loop import run_coroutine
 from agentevo.types import Message, Task, Trajectory, Turn, group_of_agent
 
 STAGES = [

@@ -11,7 +11,6 @@ import pytest
 
 from agentevo.agents.agent import FunctionAgent
 from agentevo.agents.texts import Texts
-from agentevo.daemon_threads import run_in_thread
 from agentevo.errors import (
     CommandFailedError,
     OverreachError,
@@ -28,7 +27,8 @@ from agentevo.rollout.failures import (
     summarize_failures,
 )
 from agentevo.rollout.unstorable import write_storable
-from agentevo.tracebacks import name_place, traceback_of
+from agentevo.runtime.daemon_threads import run_in_thread
+from agentevo.runtime.tracebacks import name_place, traceback_of
 from agentevo.types import Task, Trajectory
 
 LATE = "the episode took longer than agent.timeout_s=300 s"

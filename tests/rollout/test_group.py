@@ -12,10 +12,10 @@ import pytest
 
 from agentevo.agents import Outcome, Policy
 from agentevo.agents.agent import FunctionAgent
-from agentevo.event_loop import run_coroutine
-from agentevo.inference.conversation import Conversation
-from agentevo.inference.torch_engine import TorchEngine
+from agentevo.inference.conversations.conversation import Conversation
+from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.rollout.group import POLL_INTERVAL_S, GroupAttempt
+from agentevo.runtime.event_loop import run_coroutine
 from agentevo.types import Message, SamplingParams, Task, Trajectory
 
 LIMIT_S = 1.0

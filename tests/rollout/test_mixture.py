@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from agentevo.config import build_config
 from agentevo.errors import ConfigError
-from agentevo.orchestration.step_metrics import metrics_by_source
 from agentevo.rollout.mixture import Mixture
 from agentevo.rollout.task_source import TaskSource, source_names
+from agentevo.runs.orchestration.step_metrics import metrics_by_source
 from agentevo.types import Trajectory
 
 SOURCES = st.lists(st.tuples(st.integers(1, 40), st.floats(0.1, 10)), min_size=1, max_size=4).map(

@@ -14,15 +14,15 @@ import torch
 from agentevo.agents.single_turn import SingleTurnAgent
 from agentevo.config import EngineSection, build_config
 from agentevo.errors import AgentEvoError, EngineError, EngineUnavailableError
-from agentevo.event_loop import TaskScope, run_coroutine
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.chat import ChatFormat
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.rewards import Score, reward, rewards
 from agentevo.rewards.baselines import BaselineScorers
 from agentevo.rollout import sampler as sampler_module
 from agentevo.rollout.policy_scores import BASELINES, PolicyScores
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.scoring import Scoring
+from agentevo.runtime.event_loop import TaskScope, run_coroutine
 from agentevo.store import open_store
 from agentevo.types import Task
 

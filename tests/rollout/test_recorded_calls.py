@@ -13,7 +13,7 @@ from agentevo.config import build_config
 from agentevo.config.agents import EnvironmentAgentSection
 from agentevo.environments import make
 from agentevo.environments.coins import CoinsConfig
-from agentevo.models.chat import ChatFormat
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.rewards import rewards
 from agentevo.rollout.sampler import Sampler
 from agentevo.store import open_store

@@ -19,10 +19,10 @@ from agentevo.errors import (
     EnvironmentFailure,
     StoreError,
 )
-from agentevo.event_loop import run_coroutine
-from agentevo.models.chat import ChatFormat
-from agentevo.orchestration.components import open_components
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.rollout.sampler import Sampler
+from agentevo.runs.orchestration.components import open_components
+from agentevo.runtime.event_loop import run_coroutine
 from agentevo.store.records import RetryPolicy
 from agentevo.store.store import open_store
 from agentevo.training.trainer import Trainer

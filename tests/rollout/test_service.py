@@ -12,7 +12,7 @@ from services import counted, num_begun, num_groups, num_running, serving, tasks
 from agentevo.errors import (
     StoreUnavailableError,
 )
-from agentevo.processes import sample as sample_module
+from agentevo.runs.processes import sample as sample_module
 from agentevo.store import RetryPolicy, open_store
 from agentevo.types import QUEUED_FOR_STEP, Task, Trajectory
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentevo.agents.named_by_task import check_agent_names
+from agentevo.agents.tools.corpus import read_corpus
 from agentevo.cli.main import main
 from agentevo.config.tasks import TaskFields
 from agentevo.data import RowError
@@ -21,7 +22,6 @@ from agentevo.rewards import make_reward
 from agentevo.rewards.reward import call_function, reward_config
 from agentevo.rollout.given_tasks import task_of
 from agentevo.rollout.task_files import write_rows, write_split
-from agentevo.tools.corpus import read_corpus
 from agentevo.types import QUERY_MESSAGES, Message, Task, Trajectory, Turn
 
 VERL = {

@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentevo.errors import StoreError
-from agentevo.routed_experts import RoutedExperts, join_experts, rows_of_turn
 from agentevo.store import blobs, open_store
 from agentevo.store.blobs import (
     pack_turns,
@@ -37,6 +36,7 @@ from agentevo.types import (
     Trajectory,
     Turn,
 )
+from agentevo.types.routed_experts import RoutedExperts, join_experts, rows_of_turn
 from examples import examples
 
 Make = Callable[..., Trajectory]

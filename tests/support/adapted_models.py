@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from agentevo.config import LoraSection
-from agentevo.models.adapters import add_adapter
+from agentevo.models.compute.adapters import add_adapter
 
 
 def moved(model: nn.Module, seed: int = 0, by: float = 0.2) -> nn.Module:

@@ -8,8 +8,8 @@ from typing import Any
 
 from chat_templates import HERMES, QWEN3_THINKING, tokenizer_with
 
-from agentevo.inference.conversation import Conversation
-from agentevo.models.chat import ChatFormat
+from agentevo.inference.conversations.conversation import Conversation
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.tiny_tokenizer import byte_tokenizer
 from agentevo.types import Completion, Message, SamplingParams, Trajectory
 

@@ -19,11 +19,11 @@ import torch
 from engine_process import CONTEXT
 
 from agentevo.errors import WeightsNotSentError
-from agentevo.inference import broadcast_group
-from agentevo.inference.broadcast_files import PlaceRequest
-from agentevo.inference.broadcast_group import BroadcastGroup
-from agentevo.inference.broadcast_sender import BroadcastSender
-from agentevo.inference.broadcast_source import BroadcastSource
+from agentevo.inference.weights import broadcast_group
+from agentevo.inference.weights.broadcast_files import PlaceRequest
+from agentevo.inference.weights.broadcast_group import BroadcastGroup
+from agentevo.inference.weights.broadcast_sender import BroadcastSender
+from agentevo.inference.weights.broadcast_source import BroadcastSource
 
 BUCKET = 64
 """Bytes, so that small tensors take many."""

@@ -13,9 +13,9 @@ import torch
 from broadcast_member import taken
 
 from agentevo.errors import WeightsLostError
-from agentevo.inference.broadcast_sender import BroadcastSender
-from agentevo.inference.broadcast_source import BroadcastSource
-from agentevo.models.parameters import trained_weights
+from agentevo.inference.weights.broadcast_sender import BroadcastSender
+from agentevo.inference.weights.broadcast_source import BroadcastSource
+from agentevo.models.compute.parameters import trained_weights
 
 Taken = tuple[int, dict[str, torch.Tensor]]
 """A version and its tensors."""

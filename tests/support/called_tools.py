@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
+from agentevo.agents.tools.toolbox import Toolbox
 from agentevo.config import tools as tool_config
 from agentevo.config.tools import FunctionToolSection
-from agentevo.event_loop import run_coroutine
-from agentevo.tools.toolbox import Toolbox
+from agentevo.runtime.event_loop import run_coroutine
 from agentevo.types import Task, ToolCall
 
 

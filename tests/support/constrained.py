@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from agentevo.agents import Policy
 from agentevo.config import ModelSection, TinyModel
-from agentevo.inference.conversation import Conversation
+from agentevo.inference.conversations.conversation import Conversation
+from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.inference.engine import Engine
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.attention import prepare
-from agentevo.models.chat import ChatFormat
-from agentevo.models.load import LoadedModel, load_model
+from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.compute.attention import prepare
+from agentevo.models.files.load import LoadedModel, load_model
 from agentevo.types import Completion, SamplingParams
 
 pytest.importorskip("llguidance", reason="grammars need the extra `constrained`")

@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 
-from agentevo.event_loop import in_thread
-from agentevo.ui.access import Access
-from agentevo.ui.app import make_app
-from agentevo.ui.sources import Sources
+from agentevo.runs.folder.sources import Sources
+from agentevo.runtime.event_loop import in_thread
+from agentevo_ui.access import Access
+from agentevo_ui.app import make_app
 
 TOKEN = "the-token-of-the-tests"
 CONTROL = "the-control-token-of-the-tests"

@@ -17,12 +17,12 @@ from sampled_distribution import log_distribution
 from agentevo.config import EngineSection, LoraSection, ModelSection, TinyModel
 from agentevo.errors import EngineError
 from agentevo.inference.engine import EngineFactory, UpdatableEngine
-from agentevo.models.adapters import add_adapter
-from agentevo.models.attention import prepare
-from agentevo.models.load import load_model
-from agentevo.models.parameters import trained_weights
-from agentevo.penalties import Penalties
+from agentevo.models.compute.adapters import add_adapter
+from agentevo.models.compute.attention import prepare
+from agentevo.models.compute.parameters import trained_weights
+from agentevo.models.files.load import load_model
 from agentevo.types import Completion, SamplingParams
+from agentevo.types.penalties import Penalties
 
 TOLERANCE = 1e-4
 PATIENCE_S = 300.0

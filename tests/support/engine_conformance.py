@@ -42,7 +42,7 @@ from agentevo.errors import (
     RequestTooLongError,
 )
 from agentevo.inference.engine import ScoringEngine, SleepingEngine, TokenScores
-from agentevo.penalties import Penalties
+from agentevo.types.penalties import Penalties
 
 Check = Callable[[Case], Coroutine[Any, Any, None]]
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from websockets.asyncio.client import connect
 
-from agentevo.inference.address import EngineAddress
-from agentevo.inference.certificate import RunCertificate
-from agentevo.inference.client_connection import ClientConnection
 from agentevo.inference.engine import Engine
-from agentevo.inference.http_server import open_socket, url_of
-from agentevo.inference.secret import RunSecret
-from agentevo.inference.server import EngineApp, listening
+from agentevo.inference.serving.address import EngineAddress
+from agentevo.inference.serving.certificate import RunCertificate
+from agentevo.inference.serving.client_connection import ClientConnection
+from agentevo.inference.serving.http_server import open_socket, url_of
+from agentevo.inference.serving.secret import RunSecret
+from agentevo.inference.serving.server import EngineApp, listening
 from agentevo.types import Completion, SamplingParams
 
 SOON_S = 60.0

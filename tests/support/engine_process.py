@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["agentevo.processes.serve"])
+CONTEXT.set_forkserver_preload(["agentevo.runs.processes.serve"])
 
 
 def serve_run(folder: str, name: str, step_s: float, parent: int | None) -> None:
@@ -22,8 +22,8 @@ def serve_run(folder: str, name: str, step_s: float, parent: int | None) -> None
 
     torch.set_num_threads(1)
     from agentevo.config import load_config
-    from agentevo.inference.torch_engine import TorchEngine
-    from agentevo.processes.serve import serve
+    from agentevo.inference.embedded.torch_engine import TorchEngine
+    from agentevo.runs.processes.serve import serve
 
     real = TorchEngine._step
 

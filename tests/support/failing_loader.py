@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from agentevo.inference.vllm_weights import WeightLoader
+from agentevo.inference.vllm.weights import WeightLoader
 
 
 class _Half(dict):

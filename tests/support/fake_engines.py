@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from agentevo.inference.directory import Announcement, EngineDirectory
-from agentevo.inference.http_server import open_socket, url_of
-from agentevo.inference.remote import RemoteEngine
-from agentevo.inference.secret import RunSecret
-from agentevo.inference.server import EngineApp, listening
+from agentevo.inference.serving.directory import Announcement, EngineDirectory
+from agentevo.inference.serving.http_server import open_socket, url_of
+from agentevo.inference.serving.remote import RemoteEngine
+from agentevo.inference.serving.secret import RunSecret
+from agentevo.inference.serving.server import EngineApp, listening
 from agentevo.types import Completion, SamplingParams
 
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=5, stop_strings=("x",), seed=2**60 + 3)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from safetensors.torch import load_file
 
-from agentevo.audit.audit import Audit, audit
 from agentevo.config import RunConfig
+from agentevo.runs.audit.audit import Audit, audit
 from agentevo.store.records import StepRecord, StoredTask, StoredTrajectory
 from agentevo.store.store import open_store
 from agentevo.training.checkpoint import Checkpoints

@@ -21,7 +21,7 @@ HOUR_S = 3600.0
 
 def short_store_deadline(launch: Launch) -> None:
     """Calls of the store exceed their deadline after half a second."""
-    from agentevo.runs import store_opening
+    from agentevo.runs.folder import store_opening
     from agentevo.store.store import open_store
 
     store_opening.open_store = partial(open_store, timeout_s=SHORT_S)  # type: ignore[attr-defined]
@@ -66,7 +66,7 @@ def set_clock(folder: Path, seconds: float) -> None:
 
 def late_answers(launch: Launch) -> None:
     """Every 23rd completion takes longer than any deadline."""
-    from agentevo.inference.torch_engine import TorchEngine
+    from agentevo.inference.embedded.torch_engine import TorchEngine
 
     generate = TorchEngine.generate
     count = [0]

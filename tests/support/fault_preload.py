@@ -11,10 +11,10 @@ import torch
 
 from agentevo.api.run import evaluate_model
 from agentevo.config import build_config
-from agentevo.models.device_peak import device_peak
-from agentevo.models.save import write_model
-from agentevo.orchestration.checks import check_parts
-from agentevo.orchestration.components import load_policy
+from agentevo.models.compute.device_peak import device_peak
+from agentevo.models.files.save import write_model
+from agentevo.runs.orchestration.checks import check_parts
+from agentevo.runs.orchestration.components import load_policy
 
 torch.set_num_threads(1)
 SHAPE = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "context_length": 256}

@@ -31,10 +31,10 @@ from agentevo.config import RunConfig
 
 PRELOADED = [
     "agentevo.cli.main",
-    "agentevo.processes.learn",
-    "agentevo.orchestration.run",
-    "agentevo.processes.sample",
-    "agentevo.processes.serve",
+    "agentevo.runs.processes.learn",
+    "agentevo.runs.orchestration.run",
+    "agentevo.runs.processes.sample",
+    "agentevo.runs.processes.serve",
     "agentevo.store.mongodb",
     "agentevo.store.postgresql",
     "agentevo.store.sqlite",
@@ -46,22 +46,22 @@ PRELOADED = [
 _SQL = "agentevo.store.sql:SQLStore."
 _MONGODB = "agentevo.store.mongodb:MongoDBStore."
 PHASES = {
-    "begin": ["agentevo.orchestration.run:find_resume_point"],
-    "replay": ["agentevo.orchestration.replaying:StepReplayer._replay_step"],
-    "collect": ["agentevo.orchestration.collect:Collector.collect"],
+    "begin": ["agentevo.runs.orchestration.run:find_resume_point"],
+    "replay": ["agentevo.runs.orchestration.replaying:StepReplayer._replay_step"],
+    "collect": ["agentevo.runs.orchestration.collect:Collector.collect"],
     "prepare": ["agentevo.training.trainer:Trainer.prepare"],
-    "reserve": ["agentevo.orchestration.run:reserve"],
+    "reserve": ["agentevo.runs.orchestration.run:reserve"],
     "train": ["agentevo.training.trainer:Trainer.step"],
-    "evaluate": ["agentevo.orchestration.run_evaluation:RunEvaluation.evaluate"],
+    "evaluate": ["agentevo.runs.orchestration.run_evaluation:RunEvaluation.evaluate"],
     "checkpoint": ["agentevo.training.checkpoint:Checkpoints.save"],
-    "commit": ["agentevo.orchestration.run_record:RunRecord.commit"],
+    "commit": ["agentevo.runs.orchestration.run_record:RunRecord.commit"],
     "prune": ["agentevo.training.checkpoint:Checkpoints.prune"],
-    "weights written": ["agentevo.inference.weights:WeightsFolder.write"],
-    "weights read": ["agentevo.inference.weights:WeightsFolder.read"],
-    "publish": ["agentevo.inference.torch_engine:TorchEngine.publish"],
+    "weights written": ["agentevo.inference.weights.weights_folder:WeightsFolder.write"],
+    "weights read": ["agentevo.inference.weights.weights_folder:WeightsFolder.read"],
+    "publish": ["agentevo.inference.embedded.torch_engine:TorchEngine.publish"],
     "generate": [
-        "agentevo.inference.torch_engine:TorchEngine.generate",
-        "agentevo.inference.remote:RemoteEngine.generate",
+        "agentevo.inference.embedded.torch_engine:TorchEngine.generate",
+        "agentevo.inference.serving.remote:RemoteEngine.generate",
     ],
     "tasks added": [_SQL + "add_tasks", _MONGODB + "add_tasks"],
     "lease": [_SQL + "lease_tasks", _MONGODB + "lease_tasks"],
@@ -176,15 +176,15 @@ def run_component(launch: Launch) -> None:
 
         train(config, resume=(config.run_dir / "config.yaml").is_file(), view=view)
     elif launch.component == "learn":
-        from agentevo.processes.learn import learn
+        from agentevo.runs.processes.learn import learn
 
         learn(config, view=view)
     elif launch.component == "serve":
-        from agentevo.processes.serve import serve
+        from agentevo.runs.processes.serve import serve
 
         serve(config, host="127.0.0.1", port=0, name=launch.name)
     else:
-        from agentevo.processes.sample import sample
+        from agentevo.runs.processes.sample import sample
 
         sample(config, name=launch.name)
 
@@ -247,7 +247,7 @@ def _watch(place: str, index: int, marks: Marks, launch: Launch, started: float)
 def _hold(marks: Marks) -> None:
     """No run is over before all its kills were, however quick the machine: steps wait while as many
     are committed as `hold_at` says."""
-    owner, name, step = _find("agentevo.orchestration.run:TrainingRun.step")
+    owner, name, step = _find("agentevo.runs.orchestration.run:TrainingRun.step")
 
     @wraps(step)
     async def held(self: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from agentevo.models.fused import FusedLayer
+from agentevo.models.compute.fused import FusedLayer
 from agentevo.training.kernels.tree_attention import TreeAttention
 from agentevo.training.tree import build_tree
 

@@ -9,10 +9,10 @@ from chat_templates import HERMES, tokenizer_with
 
 from agentevo.agents import Policy
 from agentevo.agents.agent import FunctionAgent
+from agentevo.agents.gateway.gateway import Gateway
 from agentevo.config.gateway import GatewaySection
-from agentevo.gateway.gateway import Gateway
-from agentevo.inference.conversation import Conversation
-from agentevo.models.chat import ChatFormat
+from agentevo.inference.conversations.conversation import Conversation
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.types import Outcome, SamplingParams, Task
 
 

@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 
 import agentevo
-from agentevo.extras import TRAINING_PACKAGES
+from agentevo.runtime.extras import TRAINING_PACKAGES
 
 NEED_TORCH = ("bitsandbytes", "functorch", "nvidia", "peft", "torchao", "torchgen", "triton")
 

@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 
 import httpx
 
+from agentevo.agents.gateway.gateway import Gateway
+from agentevo.api.loop.client import Client
+from agentevo.api.loop.routes import LoopRoutes
+from agentevo.api.loop.server import LoopServer
 from agentevo.config.gateway import GatewaySection
-from agentevo.gateway.gateway import Gateway
-from agentevo.inference.secret import RunSecret
-from agentevo.loop.client import Client
-from agentevo.loop.routes import LoopRoutes
-from agentevo.loop.server import LoopServer
+from agentevo.inference.serving.secret import RunSecret
 
 URL = "http://127.0.0.1:9"
 

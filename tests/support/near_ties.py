@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.models.routers import enable_routing
+from agentevo.models.compute.routers import enable_routing
 
 GAP = 1e-6
 ROUTER_WEIGHTS = ("gate.weight", "router.weight", "gate.classifier.weight")

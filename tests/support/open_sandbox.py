@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import TypeVar
 
-from agentevo.config.sandbox import SandboxSection
-from agentevo.sandbox import Sandbox, Sandboxes, SandboxTool
+from agentevo.environments.sandbox import Sandbox, Sandboxes, SandboxTool
+from agentevo.environments.sandbox.section import SandboxSection
 
 T = TypeVar("T")
 

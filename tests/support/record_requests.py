@@ -3,9 +3,9 @@ example, or one of gateway/clients/. Run it in an environment that has the clien
 beside them, those of AgentEvo (`examples/frameworks/table.py --only NAME` makes one):
 
     build/frameworks/openai_agents/bin/python tests/support/record_requests.py openai_agents \\
-        tests/gateway/recorded_requests/openai_agents.json openai-agents
+        tests/agents/gateway/recorded_requests/openai_agents.json openai-agents
     NODE_FOLDER=... .venv/bin/python tests/support/record_requests.py vercel_ai:anthropic \\
-        tests/gateway/recorded_requests/vercel_anthropic.json ai @ai-sdk/anthropic
+        tests/agents/gateway/recorded_requests/vercel_anthropic.json ai @ai-sdk/anthropic
 
 One attempt of the client at a hunt over three boxes, in which the teacher makes no mistake. The
 file holds the versions of the packages that are named, each request's method, path, headers and
@@ -41,9 +41,9 @@ from recorded_ids import ids_in  # noqa: E402
 
 import cold_start  # noqa: E402
 from agentevo.agents import Policy  # noqa: E402
+from agentevo.agents.gateway.gateway import Gateway  # noqa: E402
 from agentevo.config.gateway import GatewaySection  # noqa: E402
-from agentevo.gateway.gateway import Gateway  # noqa: E402
-from agentevo.models.chat import ChatFormat  # noqa: E402
+from agentevo.models.chat.chat_format import ChatFormat  # noqa: E402
 from agentevo.models.tiny_tokenizer import byte_tokenizer  # noqa: E402
 from agentevo.types import Task  # noqa: E402
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from agentevo.config import RunConfig, build_config
 from agentevo.observability import LiveView, read_metrics
-from agentevo.runs.folder import read_store
+from agentevo.runs.folder.run_folder import read_store
 from agentevo.training.checkpoint import Checkpoints
 
 SMALL: dict[str, Any] = {

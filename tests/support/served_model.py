@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from agentevo.config import RunConfig
-from agentevo.processes.serve_model import serve_model
+from agentevo.runs.processes.serve_model import serve_model
 
 T = TypeVar("T")
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 import torch
 
 from agentevo.config import EngineSection
-from agentevo.inference.directory import EngineDirectory
-from agentevo.inference.remote import RemoteEngine
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.inference.weights import WeightsFolder
-from agentevo.orchestration.components import load_policy
-from agentevo.runs.identity import ensure_run_folder
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.inference.serving.directory import EngineDirectory
+from agentevo.inference.serving.remote import RemoteEngine
+from agentevo.inference.weights.weights_folder import WeightsFolder
+from agentevo.runs.folder.identity import ensure_run_folder
+from agentevo.runs.orchestration.components import load_policy
 from agentevo.types import Completion, SamplingParams
 
 PROMPT = [3, 5, 8, 13]

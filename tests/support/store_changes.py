@@ -34,8 +34,8 @@ NO_PART = {
     "calls": {*metadata.tables["calls"].c.keys()},
 }
 """Columns that say how and when something came to be, not what it was.
-tests/orchestration/test_resume_checks.py changes all of them at once, and the run resumes to the
-same weights."""
+tests/runs/orchestration/test_resume_checks.py changes all of them at once, and the run resumes to
+the same weights."""
 
 
 def other_values(column: str, value: Any) -> Iterator[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentevo.orchestration import components
+from agentevo.runs.orchestration import components
 
 
 class Policies:

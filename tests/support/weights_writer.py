@@ -11,8 +11,8 @@ def write_and_die(folder: str, version: int, die_at: int) -> None:
     `die_at`-th time."""
     import torch
 
-    from agentevo import files
-    from agentevo.inference import weights
+    from agentevo.inference.weights import weights_folder as weights
+    from agentevo.runtime import files
 
     real = files.sync_to_disk
     count = 0

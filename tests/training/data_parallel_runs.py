@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentevo.config import AlgorithmSection, CriticSection, SFTSection, TrainerSection
 from agentevo.errors import CheckpointError
-from agentevo.models.attention import prepare
+from agentevo.models.compute.attention import prepare
 from agentevo.training import parallel
 from agentevo.training.batching.passes import backward_through_sums, micro_batches, token_tables
 from agentevo.training.batching.staleness import mask_stale

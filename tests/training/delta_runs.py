@@ -20,14 +20,14 @@ from torch import distributed
 from transformers import PreTrainedModel
 
 from agentevo.config import ParallelSection, SFTSection
-from agentevo.inference.part_deltas import PublishedParts
-from agentevo.inference.version_manifest import VersionManifest
-from agentevo.inference.weight_delta import num_bytes
-from agentevo.inference.weights import WeightsFolder
-from agentevo.models.in_parts import InParts, PartsCommand, register_in_parts
-from agentevo.models.parameters import trained_weights
-from agentevo.models.sharded import note_change, skeleton_of
-from agentevo.models.tensor_file import TensorFile
+from agentevo.inference.weights.part_deltas import PublishedParts
+from agentevo.inference.weights.version_manifest import VersionManifest
+from agentevo.inference.weights.weight_delta import num_bytes
+from agentevo.inference.weights.weights_folder import WeightsFolder
+from agentevo.models.compute.parameters import trained_weights
+from agentevo.models.compute.sharded import note_change, skeleton_of
+from agentevo.models.files.in_parts import InParts, PartsCommand, register_in_parts
+from agentevo.models.files.tensor_file import TensorFile
 from agentevo.training.mesh import make_meshes
 from agentevo.training.sharding.layouts import layouts_by_name, local, whole_tensors
 from agentevo.training.sharding.saving import weight_parts

@@ -14,7 +14,7 @@ from data_parallel_runs import model_of, samples_of
 from torch import distributed
 
 from agentevo.config import AlgorithmSection, ParallelSection
-from agentevo.models.sharded import make_plain, shard
+from agentevo.models.compute.sharded import make_plain, shard
 from agentevo.training.batching.passes import token_tables
 from agentevo.training.mesh import make_meshes
 from agentevo.training.trainer import Trainer

@@ -28,11 +28,10 @@ from agentevo.config import (
     SFTSection,
     TrainerSection,
 )
-from agentevo.models.activations import keep_activations
-from agentevo.models.attention import prepare
-from agentevo.models.routers import enable_routing, routers_of
-from agentevo.models.sharded import make_plain, note_change
-from agentevo.routed_experts import RoutedExperts
+from agentevo.models.compute.activations import keep_activations
+from agentevo.models.compute.attention import prepare
+from agentevo.models.compute.routers import enable_routing, routers_of
+from agentevo.models.compute.sharded import make_plain, note_change
 from agentevo.training.batching.passes import micro_batches, token_tables
 from agentevo.training.kernels import output_layer
 from agentevo.training.kernels.output_layer import token_logprobs
@@ -47,6 +46,7 @@ from agentevo.training.spread import spread
 from agentevo.training.supervised import SupervisedTrainer, held_out_metrics
 from agentevo.training.trainer import Trainer
 from agentevo.types import Sample
+from agentevo.types.routed_experts import RoutedExperts
 
 STEPS = 4
 RATE = 3e-4

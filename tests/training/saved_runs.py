@@ -23,11 +23,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentevo.config import AlgorithmSection, ParallelSection
 from agentevo.errors import CheckpointError
-from agentevo.inference.weights import WeightsFolder
-from agentevo.models.attention import prepare
-from agentevo.models.in_parts import InParts, register_in_parts
-from agentevo.models.parts import WeightPart, give
-from agentevo.models.sharded import make_plain, skeleton_of
+from agentevo.inference.weights.weights_folder import WeightsFolder
+from agentevo.models.compute.attention import prepare
+from agentevo.models.compute.parts import WeightPart, give
+from agentevo.models.compute.sharded import make_plain, skeleton_of
+from agentevo.models.files.in_parts import InParts, register_in_parts
 from agentevo.training import state_parts
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.contribution import Contribution

@@ -30,8 +30,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from agentevo.models.attention import prepare
-from agentevo.penalties import Penalties, TokenPenalties
+from agentevo.models.compute.attention import prepare
 from agentevo.training.batching.packing import PackedBatch, pack
 from agentevo.training.collectives import Ranks
 from agentevo.training.kernels.output_layer import token_logprobs, token_logprobs_and_squares
@@ -45,6 +44,7 @@ from agentevo.training.sharding.layouts import (
 )
 from agentevo.training.sharding.tensor_parallel import tensor_parallel
 from agentevo.types import Sample
+from agentevo.types.penalties import Penalties, TokenPenalties
 
 CPU = torch.device("cpu")
 VOCABULARY = 197

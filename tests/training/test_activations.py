@@ -19,11 +19,11 @@ from agentevo.config import (
     TrainerSection,
 )
 from agentevo.errors import ModelError
-from agentevo.models import activations
-from agentevo.models.activations import keep_activations
-from agentevo.models.adapters import add_adapter, dropping_out
-from agentevo.models.attention import prepare
-from agentevo.models.model_copy import copy_policy
+from agentevo.models.compute import activations
+from agentevo.models.compute.activations import keep_activations
+from agentevo.models.compute.adapters import add_adapter, dropping_out
+from agentevo.models.compute.attention import prepare
+from agentevo.models.files.model_copy import copy_policy
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.trainer import Trainer

@@ -13,7 +13,7 @@ from agentevo.algorithms.advantage_inputs import AdvantageTables
 from agentevo.algorithms.estimators import bind_advantage
 from agentevo.config import AlgorithmSection, TrainerSection, build_config
 from agentevo.errors import ConfigError, OverreachError, TrainingError
-from agentevo.signals import Interrupt
+from agentevo.runtime.signals import Interrupt
 from agentevo.training import algorithm_functions as module
 from agentevo.training.algorithm_functions import bound_advantage, try_out
 from agentevo.training.trainer import Trainer

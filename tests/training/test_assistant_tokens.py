@@ -14,8 +14,8 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from agentevo.data import ChatRow, RowError
-from agentevo.models.chat import ChatFormat
-from agentevo.models.resolve import fetch
+from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.files.resolve import fetch
 from agentevo.models.tiny_tokenizer import byte_tokenizer
 from agentevo.training.assistant_tokens import AssistantTokens
 from agentevo.training.supervised import conversation_sample

@@ -9,7 +9,7 @@ import torch
 
 from agentevo.config import AlgorithmSection, TinyModel, TrainerSection
 from agentevo.errors import CheckpointError, ModelError
-from agentevo.models.save import save_model
+from agentevo.models.files.save import save_model
 from agentevo.models.tiny import make_tiny
 from agentevo.training.optimization import Optimization
 from agentevo.training.roles.reference import Reference

@@ -19,8 +19,8 @@ import torch
 from agentevo.config import LoraSection, ModelSection
 from agentevo.errors import CheckpointError
 from agentevo.models import checkpoint_manifest as manifest
-from agentevo.models.adapters import add_adapter, load_adapter
-from agentevo.models.load import load_model
+from agentevo.models.compute.adapters import add_adapter, load_adapter
+from agentevo.models.files.load import load_model
 from agentevo.training.checkpoint import Checkpoints
 
 STATE = {"optimization": {"moments": torch.zeros(50)}}

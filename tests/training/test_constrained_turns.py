@@ -11,11 +11,11 @@ import pytest
 import torch
 from constrained import CALL, END, FACT, alone, complete, params, tiny_policy
 
-from agentevo.audit.resampling import resample
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.errors import TrainingError
-from agentevo.inference.torch_engine import TorchEngine
+from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.models.grammar import Grammars, unpack_mask
+from agentevo.runs.audit.resampling import resample
 from agentevo.training.batching.constrained import masks_of
 from agentevo.training.batching.packing import pack
 from agentevo.training.batching.samples import trajectory_rows

@@ -13,7 +13,7 @@ from agentevo.cli.main import main
 from agentevo.config import build_config
 from agentevo.config.algorithm_functions import CREDITS
 from agentevo.errors import ConfigError, TrainingError
-from agentevo.runs.folder import read_store
+from agentevo.runs.folder.run_folder import read_store
 from agentevo.training.batching import credit as module
 from agentevo.training.batching.samples import advantages_of, trajectory_rows
 from agentevo.types import Trajectory, Turn

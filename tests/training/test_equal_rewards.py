@@ -22,7 +22,7 @@ from agentevo.algorithms.filters import (
 )
 from agentevo.algorithms.value import explained_variance
 from agentevo.config import AlgorithmSection
-from agentevo.orchestration.step_metrics import rollout_metrics
+from agentevo.runs.orchestration.step_metrics import rollout_metrics
 from agentevo.training.batching.selection import select
 from agentevo.training.pairs import make_pairs, win_probabilities
 from agentevo.types import Trajectory, Turn

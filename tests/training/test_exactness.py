@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from slow import slow
 
 from agentevo.config import AlgorithmSection, CriticSection, LoraSection, TrainerSection
-from agentevo.models.attention import prepare
+from agentevo.models.compute.attention import prepare
 from agentevo.training.batching.packing import pack
 from agentevo.training.batching.passes import micro_batches, token_tables
 from agentevo.training.kernels.output_layer import token_logprobs

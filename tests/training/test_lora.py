@@ -19,8 +19,8 @@ from agentevo.config import (
     ProcessRewardSection,
     TrainerSection,
 )
-from agentevo.models.attention import prepare
-from agentevo.models.model_copy import copy_policy
+from agentevo.models.compute.attention import prepare
+from agentevo.models.files.model_copy import copy_policy
 from agentevo.training.trainer import Trainer
 from agentevo.types import Trajectory, Turn
 

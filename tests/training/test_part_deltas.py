@@ -12,7 +12,7 @@ from several_processes import run_processes
 from slow import soak
 
 from agentevo.errors import EngineError
-from agentevo.inference.weights import WeightsFolder
+from agentevo.inference.weights.weights_folder import WeightsFolder
 
 sys.path.insert(0, str(Path(__file__).parent))
 import delta_runs as runs

@@ -15,12 +15,11 @@ from constrained import END, FACT, alone, complete, params, tiny_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentevo.audit.resampling import resample
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.errors import EngineError
-from agentevo.inference.torch_engine import TorchEngine
+from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.models.grammar import Grammars, unpack_mask
-from agentevo.penalties import Penalties, PenaltyState, TokenPenalties
+from agentevo.runs.audit.resampling import resample
 from agentevo.store.blobs import pack_turns, unpack_turns
 from agentevo.store.codec import _encode_turn
 from agentevo.training.batching.constrained import masks_of
@@ -32,6 +31,7 @@ from agentevo.training.pairs import answer_of
 from agentevo.training.preference import PreferenceTrainer
 from agentevo.training.trainer import Trainer
 from agentevo.types import Constraint, SamplingParams, Trajectory, Turn
+from agentevo.types.penalties import Penalties, PenaltyState, TokenPenalties
 from examples import examples
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from agentevo.algorithms.entries import FUNCTION
 from agentevo.algorithms.losses import POLICY_LOSSES, required_aggregation
 from agentevo.algorithms.presets import POLICY_PRESETS, resolve_preset
 from agentevo.config import AlgorithmSection, TrainerSection
-from agentevo.models.attention import prepare
+from agentevo.models.compute.attention import prepare
 from agentevo.training.batching.packing import pack
 from agentevo.training.policy_loss import MinibatchLoss
 from agentevo.training.trainer import Trainer

@@ -22,7 +22,7 @@ from agentevo.config import (
     TrainerSection,
 )
 from agentevo.errors import TrainingError
-from agentevo.models.attention import prepare
+from agentevo.models.compute.attention import prepare
 from agentevo.training.batching import passes
 from agentevo.training.batching.packing import pack
 from agentevo.training.roles.token_rewards import TokenRewardModel

@@ -14,9 +14,9 @@ from agentevo.algorithms.preference import bradley_terry
 from agentevo.config import build_config
 from agentevo.config.rm import RMSection
 from agentevo.errors import ConfigError, ModelError, TrainingError
-from agentevo.models.save import save_model
-from agentevo.orchestration.reward_model import split_pairs
+from agentevo.models.files.save import save_model
 from agentevo.rewards.reward_model import conversation_ids, outputs
+from agentevo.runs.orchestration.reward_model import split_pairs
 from agentevo.training.pair_file import read_pair_file
 from agentevo.training.reward_model import (
     RewardPair,

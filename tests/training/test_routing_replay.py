@@ -15,7 +15,6 @@ import torch
 from adapted_models import adapted
 from near_ties import ROUTER_WEIGHTS, two_ways
 
-from agentevo.audit.resampling import resample, version_rows
 from agentevo.config import (
     AlgorithmSection,
     CriticSection,
@@ -25,13 +24,13 @@ from agentevo.config import (
     TrainerSection,
 )
 from agentevo.errors import TrainingError
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.activations import keep_activations
-from agentevo.models.attention import prepare
-from agentevo.models.linear import drop_packed
-from agentevo.models.load import LoadedModel
-from agentevo.models.routers import OWN, RouterReplay, Routers, enable_routing
-from agentevo.routed_experts import RoutedExperts, join_experts
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.compute.activations import keep_activations
+from agentevo.models.compute.attention import prepare
+from agentevo.models.compute.linear import drop_packed
+from agentevo.models.compute.routers import OWN, RouterReplay, Routers, enable_routing
+from agentevo.models.files.load import LoadedModel
+from agentevo.runs.audit.resampling import resample, version_rows
 from agentevo.training.batching.packing import pack
 from agentevo.training.batching.passes import token_tables
 from agentevo.training.batching.samples import trajectory_rows
@@ -39,6 +38,7 @@ from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.roles.reference import Reference
 from agentevo.training.trainer import Trainer
 from agentevo.types import Sample, SamplingParams, Trajectory, Turn
+from agentevo.types.routed_experts import RoutedExperts, join_experts
 
 CPU = torch.device("cpu")
 EVERYTHING = TrainerSection(routing_replay="rollout", learning_rate=1e-3, warmup_steps=0)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from agentevo.config import AlgorithmSection, CriticSection, SFTSection, TrainerSection
-from agentevo.models.attention import prepare
+from agentevo.models.compute.attention import prepare
 from agentevo.observability.profile_table import PREFIX
 from agentevo.training.batching.packing import pack
 from agentevo.training.batching.passes import micro_batches

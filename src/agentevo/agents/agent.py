@@ -27,11 +27,8 @@ from agentevo.agents.posted_rewards import outcome_of_rewards
 from agentevo.agents.rollout_thread import BlockingPolicy
 from agentevo.config import AgentSection
 from agentevo.config.agents import agents, is_async, takes_policy
-from agentevo.console import to_stderr
-from agentevo.daemon_threads import run_in_thread
 from agentevo.environments import TextEnvironment
 from agentevo.errors import ConfigError, NoCallError, describe_error, shown
-from agentevo.event_loop import NoticesBlocks
 from agentevo.rewards.returned import (
     MAX_METRIC,
     named_parts,
@@ -39,10 +36,13 @@ from agentevo.rewards.returned import (
     plain_number,
     plain_numbers,
 )
-from agentevo.signals import Interrupt
-from agentevo.tracebacks import describe_function, traceback_of
+from agentevo.runtime.console import to_stderr
+from agentevo.runtime.daemon_threads import run_in_thread
+from agentevo.runtime.event_loop import NoticesBlocks
+from agentevo.runtime.signals import Interrupt
+from agentevo.runtime.tracebacks import describe_function, traceback_of
+from agentevo.runtime.user_code import construct
 from agentevo.types import REWARD_PARTS, TIMINGS, Outcome, Task
-from agentevo.user_code import construct
 
 AgentFunction: TypeAlias = Callable[..., Any]
 """`run(task, policy)`, or `run(task)`, which calls the policy through its own client; async or

@@ -13,8 +13,8 @@ import binascii
 from typing import Any
 
 from agentevo.agents.policy import Policy
+from agentevo.environments.sandbox import Sandbox
 from agentevo.errors import ConfigError, SandboxError
-from agentevo.sandbox import Sandbox
 from agentevo.store.call_log import record_call
 from agentevo.store.files import MAX_FILES, check_files, is_inner_path
 from agentevo.types import Task

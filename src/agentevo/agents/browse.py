@@ -19,11 +19,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from agentevo.agents.policy import Policy
+from agentevo.agents.tools.tool import Condensed, ToolSpec
 from agentevo.config.browse import BrowseSection
-from agentevo.console import to_stderr
 from agentevo.errors import AgentEvoError, storable
-from agentevo.event_loop import gather_all, in_thread
-from agentevo.tools.tool import Condensed, ToolSpec
+from agentevo.runtime.console import to_stderr
+from agentevo.runtime.event_loop import gather_all, in_thread
 from agentevo.types import Message, ToolCall
 
 PURPOSE = "Summarise the main content."

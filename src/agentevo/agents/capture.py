@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 from agentevo.agents.client_environment import PLACEHOLDER_KEY, client_variables
 from agentevo.errors import AgentEvoError
-from agentevo.trace_header import trace_headers
+from agentevo.runtime.trace_header import trace_headers
 
 HEADER = "X-AgentEvo-Session"
 

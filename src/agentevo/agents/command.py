@@ -31,9 +31,9 @@ from agentevo.agents.policy import AttemptSession, Policy
 from agentevo.agents.posted_rewards import outcome_of_rewards, printed_reward
 from agentevo.agents.process_tree import GRACE_S, KILLING_S, EndedProcess, ProcessTree
 from agentevo.config.agents import CommandAgentSection, agents
-from agentevo.daemon_threads import run_in_thread
 from agentevo.errors import CommandFailedError, ConfigError, NoCallError
-from agentevo.trace_header import traceparent
+from agentevo.runtime.daemon_threads import run_in_thread
+from agentevo.runtime.trace_header import traceparent
 from agentevo.types import Outcome, Task
 
 LARGEST_TASK = 64 * 2**10

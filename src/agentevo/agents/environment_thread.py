@@ -21,8 +21,8 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from agentevo.errors import EnvironmentFailure, OverreachError, describe_error
+from agentevo.runtime.tracebacks import format_stack
 from agentevo.store.call_log import record_call
-from agentevo.tracebacks import format_stack
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from agentevo.agents.policy import Policy
 from agentevo.data.task_forms import AGENT_NAME
 from agentevo.errors import ConfigError, shown
-from agentevo.registry import nearest
+from agentevo.runtime.registry import nearest
 from agentevo.types import Message, Outcome, Task
 
 ONCE = ("single_turn", "single_turn_agent")

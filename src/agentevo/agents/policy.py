@@ -1,5 +1,6 @@
 """The policy as an agent sees it: a history goes in and a reply comes out. Every token is recorded
-exactly as the engine sampled it (inference/conversation.py). One `Policy` serves one attempt.
+exactly as the engine sampled it (inference/conversations/conversation.py). One `Policy` serves one
+attempt.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ import msgspec
 
 from agentevo.agents.posted_rewards import PostedReward
 from agentevo.agents.texts import Texts
-from agentevo.copies import copy_of_turn
 from agentevo.data.messages import messages_of, tools_of
 from agentevo.errors import BadRequestError, UnknownNameError, shown
-from agentevo.models.answer_form import AnswerForm
-from agentevo.remote_models.conversations import RemoteConversations
+from agentevo.inference.remote_models.conversations import RemoteConversations
+from agentevo.models.chat.answer_form import AnswerForm
 from agentevo.store.call_log import Attribute, RunningCall
 from agentevo.store.files import check_files
 from agentevo.types import (
@@ -32,9 +32,10 @@ from agentevo.types import (
     SamplingOverrides,
     Turn,
 )
+from agentevo.types.copies import copy_of_turn
 
 if TYPE_CHECKING:
-    from agentevo.inference.conversation import Conversation
+    from agentevo.inference.conversations.conversation import Conversation
 
 _LARGEST = {"temperature": LARGEST_TEMPERATURE, "top_k": 2**31 - 1, "seed": 2**63 - 1}
 
@@ -90,7 +91,7 @@ class AttemptSession:
 
 
 class PolicyGateway(Protocol):
-    """Opens sessions for clients of other APIs, such as OpenAI's (gateway/gateway.py)."""
+    """Opens sessions for clients of other APIs, such as OpenAI's (agents/gateway/gateway.py)."""
 
     def open(
         self,

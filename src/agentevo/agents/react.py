@@ -20,8 +20,8 @@ from typing import Any
 
 from agentevo.agents.policy import Policy
 from agentevo.agents.tool_format import ParsedReply, Tools, tools_as_text
+from agentevo.agents.tools.tool import ToolResult
 from agentevo.models.tool_calls import MalformedCall
-from agentevo.tools.tool import ToolResult
 from agentevo.types import Message, ToolCall
 
 STOP = "\nObservation:"

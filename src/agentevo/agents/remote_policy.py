@@ -16,13 +16,13 @@ import msgspec
 from agentevo.agents.policy import Policy, PolicyGateway
 from agentevo.agents.texts import Texts
 from agentevo.errors import BadRequestError, EngineError
-from agentevo.models.answer_form import AnswerForm
-from agentevo.remote_models.conversations import POLICY, RemoteConversations
+from agentevo.inference.remote_models.conversations import POLICY, RemoteConversations
+from agentevo.models.chat.answer_form import AnswerForm
 from agentevo.store.call_log import AttemptCalls
 from agentevo.types import Message, RemoteTurn, SamplingOverrides, Turn
 
 if TYPE_CHECKING:
-    from agentevo.inference.conversation import Conversation
+    from agentevo.inference.conversations.conversation import Conversation
 
 POLICY_TOKENS = "policy_tokens"
 """The metric with the number of tokens that a trajectory's policy generated, if their ids are

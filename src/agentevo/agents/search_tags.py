@@ -17,7 +17,7 @@ from typing import Any
 
 from agentevo.agents.policy import Policy
 from agentevo.agents.tool_format import ParsedReply, Tools
-from agentevo.tools.tool import ToolResult
+from agentevo.agents.tools.tool import ToolResult
 from agentevo.types import Message, ToolCall
 
 STOP = "</search>"

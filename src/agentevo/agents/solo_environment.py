@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 from agentevo.agents.environment_thread import EnvironmentThread, Pace
 from agentevo.environments import TextEnvironment
 from agentevo.errors import ConfigError, EnvironmentFailure, describe_error
-from agentevo.tracebacks import describe_failure
+from agentevo.runtime.tracebacks import describe_failure
 
 T = TypeVar("T")
 

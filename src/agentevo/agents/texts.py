@@ -24,9 +24,9 @@ from typing import Any, Literal
 from agentevo.config.texts import MAX_TEXTS, digest_of_text, text_problem
 from agentevo.data.messages import messages_of
 from agentevo.errors import BadRequestError
-from agentevo.files import create_atomic
-from agentevo.parsing import ParseError, parse_json
-from agentevo.remote_models.openai_chat import as_openai
+from agentevo.inference.remote_models.openai_chat import as_openai
+from agentevo.runtime.files import create_atomic
+from agentevo.runtime.parsing import ParseError, parse_json
 from agentevo.types import Message
 
 Kind = Literal["text", "examples", "tool"]

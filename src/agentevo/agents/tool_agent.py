@@ -4,7 +4,7 @@ limit.
 Every reply stays in the prompt as its sampled ids, so each prompt extends the ids before it.
 Results are messages of role `tool` that the chat template writes (format `native`) or observations
 in user messages (`react`). For a call that can't be made, the policy reads the reason, the attempt
-continues, and the trajectory's metrics count it (tools/toolbox.py).
+continues, and the trajectory's metrics count it (agents/tools/toolbox.py).
 
     reward = the tools' outcomes for their final state, if any tool gives one
              + the rewards of tool results - agent.call_penalty for each turn with a wrong call
@@ -24,13 +24,13 @@ from agentevo.agents.react import ReActFormat
 from agentevo.agents.search_tags import SearchTags
 from agentevo.agents.single_turn import opening_of, with_system
 from agentevo.agents.tool_format import NativeFormat, ParsedReply, ToolFormat
+from agentevo.agents.tools.tool import ToolResult
+from agentevo.agents.tools.toolbox import AttemptTools, Toolbox
 from agentevo.agents.tools_outcome import outcome_with_tools, tool_outcomes
 from agentevo.config.agents import ToolAgentSection, agents
 from agentevo.errors import RequestTooLongError
 from agentevo.rewards.answers import find_answer
-from agentevo.seeds import derive_seed
-from agentevo.tools.tool import ToolResult
-from agentevo.tools.toolbox import AttemptTools, Toolbox
+from agentevo.runtime.seeds import derive_seed
 from agentevo.types import Message, Outcome, Task, ToolCall
 
 ENDS = ("answer", "turns", "tokens", "context", "repeats")

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from agentevo.agents.policy import Policy, Reply
+from agentevo.agents.tools.tool import ToolResult
 from agentevo.models.tool_calls import MalformedCall
-from agentevo.tools.tool import ToolResult
 from agentevo.types import Message, ToolCall
 
 Tools = Sequence[Mapping[str, Any]] | None

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from agentevo.agents.agent import outcome_of
-from agentevo.tools.toolbox import METRICS, AttemptTools
+from agentevo.agents.tools.toolbox import METRICS, AttemptTools
 from agentevo.types import Outcome
 
 

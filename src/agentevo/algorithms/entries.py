@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
-from agentevo.registry import nearest
+from agentevo.runtime.registry import nearest
 
 Kind = Literal["advantage", "policy loss", "kl", "aggregation", "preference loss"]
 Value = float | int | bool | str | None

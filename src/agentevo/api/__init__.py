@@ -28,15 +28,15 @@ from agentevo.config.rewards import Reward, named_reward
 from agentevo.config.sources import plain_option
 from agentevo.config.tasks import TaskFields
 from agentevo.config.tools import Tool, named_tool
-from agentevo.console import to_stderr
 from agentevo.data import RowError
 from agentevo.environments import EnvironmentConfig, TextEnvironment, environments
 from agentevo.errors import ConfigError, UnknownNameError, shown
-from agentevo.extras import training_packages
 from agentevo.inference.default_engine import engine_override
-from agentevo.registry import nearest
-from agentevo.runs.creation import check_folder
-from agentevo.runs.folder import run_config
+from agentevo.runs.folder.creation import check_folder
+from agentevo.runs.folder.run_folder import run_config
+from agentevo.runtime.console import to_stderr
+from agentevo.runtime.extras import training_packages
+from agentevo.runtime.registry import nearest
 from agentevo.types import Task
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from agentevo.api import checked_tasks
 from agentevo.config.rewards import Reward, named_reward
 from agentevo.errors import ConfigError, shown
-from agentevo.extras import training_packages
+from agentevo.runtime.extras import training_packages
 from agentevo.types import Task
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def evaluate(  # noqa: PLR0913 (the options of `agentevo eval`)
     `AttemptsFailedError` if every attempt of a model failed, after all results are written.
     """
     with training_packages("an evaluation"):
-        from agentevo.evaluation.evaluate import EvaluationRun, check_attempts
-        from agentevo.evaluation.evaluate import evaluate as measured
+        from agentevo.runs.evaluation.evaluate import EvaluationRun, check_attempts
+        from agentevo.runs.evaluation.evaluate import evaluate as measured
 
     files, given_tasks = _tasks(tasks)
     sampling = {"top_p": top_p, "max_new_tokens": max_new_tokens}

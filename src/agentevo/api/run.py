@@ -8,24 +8,24 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Unpack
 
-from agentevo.audit.audit import Audit, audit
-from agentevo.audit.replay import TrajectoryReplay, replay
 from agentevo.config import RunConfig
-from agentevo.console import to_stderr
 from agentevo.errors import UnusableCheckpointError
-from agentevo.event_loop import run_coroutine
 from agentevo.observability import LiveView
-from agentevo.orchestration import run as training
-from agentevo.orchestration.components import AgentFunction, Components, open_components
-from agentevo.orchestration.evaluation import evaluate, reference_players
-from agentevo.orchestration.first_attempts import check_evaluation
-from agentevo.orchestration.tracking import Lines, check_tracking, report_evaluation
-from agentevo.parsing import read_json_object
-from agentevo.paths import short
-from agentevo.processes.supervisor import ChildSupervisor
-from agentevo.runs.folder import read_store
-from agentevo.runs.hub_upload import push_to_hub
-from agentevo.runs.run_words import run_words
+from agentevo.runs.audit.audit import Audit, audit
+from agentevo.runs.audit.replay import TrajectoryReplay, replay
+from agentevo.runs.folder.hub_upload import push_to_hub
+from agentevo.runs.folder.run_folder import read_store
+from agentevo.runs.folder.run_words import run_words
+from agentevo.runs.orchestration import run as training
+from agentevo.runs.orchestration.components import AgentFunction, Components, open_components
+from agentevo.runs.orchestration.evaluation import evaluate, reference_players
+from agentevo.runs.orchestration.first_attempts import check_evaluation
+from agentevo.runs.orchestration.tracking import Lines, check_tracking, report_evaluation
+from agentevo.runs.processes.supervisor import ChildSupervisor
+from agentevo.runtime.console import to_stderr
+from agentevo.runtime.event_loop import run_coroutine
+from agentevo.runtime.parsing import read_json_object
+from agentevo.runtime.paths import short
 from agentevo.store.records import TrajectoryFilter
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Task, Trajectory
@@ -123,7 +123,7 @@ class Run:
         )
 
     def audit(self) -> Audit:
-        """Proves from the store which trajectories each step used (audit/audit.py)."""
+        """Proves from the store which trajectories each step used (runs/audit/audit.py)."""
         return read_store(self.dir, lambda store: audit(store, self.dir))
 
     async def _evaluate(

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from agentevo.errors import ConfigError
-from agentevo.paths import name_problem
+from agentevo.runtime.paths import name_problem
 
 LONGEST_WAIT_S = 86_400.0
 
@@ -132,7 +132,7 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="The port. 0 chooses a
 
 def plain_options(settings: list[str], example: str = "size=3") -> dict[str, Any]:
     """The options in words `key=value`, whose values are YAML. Raises ConfigError."""
-    from agentevo.parsing import ParseError, parse_yaml
+    from agentevo.runtime.parsing import ParseError, parse_yaml
 
     values = {}
     for setting in settings:
@@ -150,7 +150,7 @@ def plain_options(settings: list[str], example: str = "size=3") -> dict[str, Any
 def check_arguments(text: str) -> dict[str, Any]:
     """The arguments of a tool call, from the option `--arguments`. Raises ConfigError if it is not
     a JSON object."""
-    from agentevo.parsing import ParseError, parse_json
+    from agentevo.runtime.parsing import ParseError, parse_json
 
     example = """write an object of JSON, such as '{"amount": 5}'"""
     try:

@@ -81,11 +81,11 @@ def audit(
 
     import msgspec
 
-    from agentevo.runs.folder import run_store_url, use_store
+    from agentevo.runs.folder.run_folder import run_store_url, use_store
 
     url = run_store_url(run_dir)
     if token:
-        from agentevo.audit.token_history import follow
+        from agentevo.runs.audit.token_history import follow
 
         trajectory, turn, position = _place(token)
         history = use_store(
@@ -98,7 +98,7 @@ def audit(
         print(msgspec.json.encode(history).decode()) if as_json else _print(history.lines())
         return
 
-    from agentevo.audit.audit import audit as prove
+    from agentevo.runs.audit.audit import audit as prove
 
     report = use_store(
         url,
@@ -133,7 +133,7 @@ def _replay(
 ) -> None:
     import msgspec
 
-    from agentevo.runs.folder import run_config
+    from agentevo.runs.folder.run_folder import run_config
 
     config = run_config(run_dir)
     from agentevo.api.run import Run

@@ -71,7 +71,7 @@ def chat(
         if answer is not None:
             raise ConfigError("--answer is for one attempt at a task: add --task")
 
-        from agentevo.evaluation.chat import chat as run_chat
+        from agentevo.runs.evaluation.chat import chat as run_chat
 
         run_chat(
             target,
@@ -90,7 +90,7 @@ def chat(
             "agent.system_prompt=TEXT and sampling.max_new_tokens=N"
         )
 
-    from agentevo.evaluation.attempt import try_attempt
+    from agentevo.runs.evaluation.attempt import try_attempt
 
     trajectory = try_attempt(
         target,

@@ -12,8 +12,8 @@ import typer
 
 from agentevo.cli.arguments import Overrides, path_word
 from agentevo.cli.printing import tell_of_rows
-from agentevo.cli.tasks import grade, make
 from agentevo.errors import ConfigError
+from agentevo_evolve.commands.tasks import grade, make
 
 data = typer.Typer(
     no_args_is_help=True, help="Make, convert and prepare tasks and conversations for training."
@@ -98,8 +98,8 @@ def _convert_tasks(source: str, out: Path, read_form: str, form: str) -> None:
 
 
 def _convert_traces(source: str, out: Path, read_form: str) -> None:
-    from agentevo.console import to_stderr
     from agentevo.data.traces import import_traces
+    from agentevo.runtime.console import to_stderr
 
     imported = import_traces([source], read_form)
     if imported.num_other_spans:
@@ -179,12 +179,12 @@ def prepare(
     solver as demonstrations.jsonl, on seeds that training and evaluation do not use."""
     from agentevo.agents.named_by_task import check_known_name
     from agentevo.config.sources import recipe_names
-    from agentevo.console import to_stderr
     from agentevo.data import RowReport
     from agentevo.data.rows import check_not_a_source, check_source
     from agentevo.rollout.question_files import CORPUS, QUESTION_SETS, Passages, question_tasks
     from agentevo.rollout.task_files import HELD_OUT, TRAIN, gsm8k_tasks, reasoning_gym_tasks
     from agentevo.rollout.task_files import write_split as write
+    from agentevo.runtime.console import to_stderr
 
     is_recipe = name.endswith((".yaml", ".yml")) or name in recipe_names()
     if overrides and not is_recipe:
@@ -244,9 +244,9 @@ def _prepare_lesson(
     tool: str, folder: Path, count: int, eval_share: float, shown: int, seed: int
 ) -> None:
     """Raises ConfigError."""
-    from agentevo.console import to_stderr
-    from agentevo.tool_servers.lessons import LESSONS
-    from agentevo.tool_servers.lessons.writing import write_lesson
+    from agentevo.agents.tool_servers.lessons import LESSONS
+    from agentevo.agents.tool_servers.lessons.writing import write_lesson
+    from agentevo.runtime.console import to_stderr
 
     if tool not in LESSONS:
         raise ConfigError(f"data prepare lesson/{tool}: there are {', '.join(sorted(LESSONS))}")
@@ -269,10 +269,10 @@ def _prepare_demonstrations(
     recipe: str, overrides: list[str], folder: Path, num_episodes: int
 ) -> None:
     from agentevo.config import load_config
-    from agentevo.console import to_stderr
-    from agentevo.orchestration.demonstrations import demonstration_rows
-    from agentevo.paths import check_new_folder
     from agentevo.rollout.task_files import DEMONSTRATIONS
+    from agentevo.runs.orchestration.demonstrations import demonstration_rows
+    from agentevo.runtime.console import to_stderr
+    from agentevo.runtime.paths import check_new_folder
 
     config = load_config(recipe, overrides)
     if config.environment is None:

@@ -13,7 +13,7 @@ from agentevo.cli.arguments import Overrides, warn_of_kept_keys
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentevo.doctor.checks import Check
+    from agentevo.runs.doctor.checks import Check
 
 
 def doctor(
@@ -64,11 +64,11 @@ def doctor(
 
 def _check(target: str, overrides: list[str]) -> list[Check]:
     from agentevo.config import load_config
-    from agentevo.runs.folder import is_run_folder, run_config
+    from agentevo.runs.folder.run_folder import is_run_folder, run_config
 
     if is_run_folder(Path(target)):
         from agentevo.api.run import Run
-        from agentevo.doctor.diagnostics import check_recipe
+        from agentevo.runs.doctor.diagnostics import check_recipe
 
         config = run_config(Path(target), overrides)
         return check_recipe(config, Run(config).checkpoint_path("last"))
@@ -76,11 +76,11 @@ def _check(target: str, overrides: list[str]) -> list[Check]:
     warn_of_kept_keys(target, overrides)
     config = load_config(target, overrides, needs_environment=False)
     if config.data.taught:
-        from agentevo.doctor.sft_diagnostics import check_sft_recipe
+        from agentevo.runs.doctor.sft_diagnostics import check_sft_recipe
 
         return check_sft_recipe(config)
 
-    from agentevo.doctor.diagnostics import check_recipe
+    from agentevo.runs.doctor.diagnostics import check_recipe
 
     return check_recipe(load_config(target, overrides))
 
@@ -108,12 +108,12 @@ def _check_meshes(
     words = [target, *overrides]
     checks = []
     if devices is not None:
-        from agentevo.doctor.mesh_estimate import check_meshes
+        from agentevo.runs.doctor.mesh_estimate import check_meshes
 
         checks.append(check_meshes(config, devices, device_memory, shlex.join(words)))
 
     if world_size is not None:
-        from agentevo.doctor.mesh_step import check_mesh_step
+        from agentevo.runs.doctor.mesh_step import check_mesh_step
 
         checks.append(check_mesh_step(config, world_size, words))
 
@@ -121,6 +121,6 @@ def _check_meshes(
 
 
 def _check_installation() -> list[Check]:
-    from agentevo.doctor.installation import check_installation
+    from agentevo.runs.doctor.installation import check_installation
 
     return check_installation()

@@ -13,7 +13,7 @@ import sys
 import threading
 from contextlib import suppress
 
-from agentevo.console import to_stderr
+from agentevo.runtime.console import to_stderr
 
 ENDING_S = 5.0
 """How long Python may take to end."""

@@ -125,7 +125,7 @@ def evaluate(
         _evaluate_plainly(target, overrides or [], checkpoint)
         return
 
-    from agentevo.evaluation.evaluate import EvaluationRun
+    from agentevo.runs.evaluation.evaluate import EvaluationRun
 
     sampling = {"top_p": top_p, "max_new_tokens": max_new_tokens}
     what = EvaluationRun(
@@ -147,7 +147,7 @@ def evaluate(
 
 
 def _rescore(folder: Path, overrides: list[str], out: Path | None, as_json: bool) -> None:
-    from agentevo.evaluation.score import score
+    from agentevo.runs.evaluation.score import score
 
     summary = score(folder, overrides, out, print_note)
     if not as_json:
@@ -156,8 +156,8 @@ def _rescore(folder: Path, overrides: list[str], out: Path | None, as_json: bool
 
 
 def _measure(what: Any, as_json: bool) -> None:
-    from agentevo.evaluation.evaluate import check_attempts
-    from agentevo.evaluation.evaluate import evaluate as measured
+    from agentevo.runs.evaluation.evaluate import check_attempts
+    from agentevo.runs.evaluation.evaluate import evaluate as measured
 
     begin = {} if as_json else {"begin": _show_heading}
     with _bars() as progress:
@@ -170,7 +170,7 @@ def _measure(what: Any, as_json: bool) -> None:
 def _show(summary: dict[str, Any], as_json: bool) -> None:
     import json
 
-    from agentevo.evaluation.summary import table
+    from agentevo.runs.evaluation.summary import table
 
     if as_json:
         print(json.dumps(summary, indent=1, sort_keys=True))
@@ -195,7 +195,7 @@ def _show_heading(measured: Mapping[str, Any]) -> None:
 @contextmanager
 def _bars() -> Iterator[Callable[[str, int, int], None]]:
     """A bar for each model, one after the other."""
-    from agentevo.progress import ProgressBar, bar
+    from agentevo.runtime.progress import ProgressBar, bar
 
     shown: dict[str, ProgressBar] = {}
     with ExitStack() as stack:
@@ -211,8 +211,8 @@ def _bars() -> Iterator[Callable[[str, int, int], None]]:
 
 def _is_plain(target: str) -> bool:
     """Whether it is a run or a recipe, or nothing that is known."""
-    from agentevo.evaluation.contestants import is_model
-    from agentevo.runs.folder import is_run_folder
+    from agentevo.runs.evaluation.contestants import is_model
+    from agentevo.runs.folder.run_folder import is_run_folder
 
     if is_run_folder(Path(target)):
         return True
@@ -221,7 +221,7 @@ def _is_plain(target: str) -> bool:
 
 
 def _evaluate_plainly(target: str, overrides: list[str], checkpoint: str) -> None:
-    from agentevo.runs.folder import is_run_folder
+    from agentevo.runs.folder.run_folder import is_run_folder
 
     if is_run_folder(Path(target)):
         _evaluate_run(Path(target), overrides, checkpoint or "best")
@@ -236,7 +236,7 @@ def _evaluate_plainly(target: str, overrides: list[str], checkpoint: str) -> Non
 
 
 def _evaluate_run(run_dir: Path, overrides: list[str], checkpoint: str) -> None:
-    from agentevo.runs.folder import run_config
+    from agentevo.runs.folder.run_folder import run_config
 
     config = run_config(run_dir, overrides)
     from agentevo.api.run import Run
@@ -249,7 +249,7 @@ def _evaluate_run(run_dir: Path, overrides: list[str], checkpoint: str) -> None:
 
 def _evaluate_recipe(recipe: str, overrides: list[str], checkpoint: str) -> None:
     from agentevo.config import load_config
-    from agentevo.evaluation.contestants import check_word
+    from agentevo.runs.evaluation.contestants import check_word
 
     check_word(recipe)
     config = load_config(recipe, overrides)

@@ -29,8 +29,8 @@ def init(
     (docs/first_job.md)."""
     from agentevo.config.sources import packaged_recipes
     from agentevo.errors import UnknownNameError
-    from agentevo.files import must_write
-    from agentevo.paths import check_new_folder
+    from agentevo.runtime.files import must_write
+    from agentevo.runtime.paths import check_new_folder
 
     recipes = packaged_recipes()
     if recipe not in recipes:

@@ -13,8 +13,8 @@ from agentevo.errors import AgentEvoError, ConfigError
 
 if TYPE_CHECKING:
     from agentevo.config import RunConfig
-    from agentevo.evaluation.judge_data import KnownGroup
     from agentevo.rewards.judging import JudgeOptions
+    from agentevo.runs.evaluation.judge_data import KnownGroup
 
 Rows = Annotated[
     Path | None,
@@ -66,10 +66,10 @@ def judge(
     import json
 
     from agentevo.config import load_config
-    from agentevo.evaluation.judge_calibration import calibrate as measured
-    from agentevo.evaluation.judge_calibration import lines_of
-    from agentevo.files import must_write, write_atomic
-    from agentevo.remote_models.model import check_keys
+    from agentevo.inference.remote_models.model import check_keys
+    from agentevo.runs.evaluation.judge_calibration import calibrate as measured
+    from agentevo.runs.evaluation.judge_calibration import lines_of
+    from agentevo.runtime.files import must_write, write_atomic
 
     if (rows is None) == (run is None):
         raise ConfigError("judge: give either --rows FILE or --run RUN_DIR")
@@ -122,12 +122,12 @@ def _judge_of(config: RunConfig, name: str) -> JudgeOptions:
 
 
 def _groups(rows: Path | None, run: Path | None, truth: str, limit: int) -> list[KnownGroup]:
-    from agentevo.evaluation.judge_data import groups_of_store, read_rows
+    from agentevo.runs.evaluation.judge_data import groups_of_store, read_rows
 
     if rows is not None:
         return read_rows(rows)
 
-    from agentevo.runs.folder import check_run_folder, read_store
+    from agentevo.runs.folder.run_folder import check_run_folder, read_store
 
     assert run is not None
 

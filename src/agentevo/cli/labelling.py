@@ -1,6 +1,7 @@
 """`agentevo annotate`: people say of a run's attempts what they are worth, one at a time, in a
 terminal or through a pipe. What they say is in the file that the dashboard writes and reads
-(runs/annotations.py), each answer at once, so a user who stops loses nothing and continues later.
+(runs/folder/annotations.py), each answer at once, so a user who stops loses nothing and continues
+later.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from agentevo.cli.arguments import RunDir, Wait, refuse_options
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentevo.runs.annotations import Annotation, Record
+    from agentevo.runs.folder.annotations import Annotation, Record
     from agentevo.store import Store, TrajectorySummary
     from agentevo.types import Trajectory
 
@@ -70,9 +71,9 @@ def annotate(
 
     refuse_options(context, "is for --agreement: add it", ("passed_from",))
 
-    from agentevo.runs.annotations import read_annotations
-    from agentevo.runs.folder import check_run_folder, read_store
-    from agentevo.runs.labelling import attempts_to_label, pairs_to_compare
+    from agentevo.runs.folder.annotations import read_annotations
+    from agentevo.runs.folder.labelling import attempts_to_label, pairs_to_compare
+    from agentevo.runs.folder.run_folder import check_run_folder, read_store
 
     folder = check_run_folder(run_dir)
     annotations = read_annotations(folder)
@@ -104,8 +105,8 @@ def annotate(
 
 
 def _print_agreement(run_dir: Path, passed_from: float) -> None:
-    from agentevo.runs.annotations import calibration, read_annotations
-    from agentevo.runs.folder import check_run_folder
+    from agentevo.runs.folder.annotations import calibration, read_annotations
+    from agentevo.runs.folder.run_folder import check_run_folder
 
     rows = calibration(read_annotations(check_run_folder(run_dir)), passed_from)
     if not rows:
@@ -129,7 +130,7 @@ class _LabellingSession:
 
     def ask_attempts(self, names: Sequence[str]) -> None:
         """One after the other, until the last, `q`, or the end of stdin."""
-        from agentevo.runs.labelling import annotation_of
+        from agentevo.runs.folder.labelling import annotation_of
 
         def take_back(name: str) -> None:
             self._keep(annotation_of(self._attempt(name), **self._signature()))
@@ -138,7 +139,7 @@ class _LabellingSession:
 
     def ask_pairs(self, pairs: Sequence[tuple[str, str]]) -> None:
         """Asks which of two attempts is better, for each pair."""
-        from agentevo.runs.labelling import preference_of
+        from agentevo.runs.folder.labelling import preference_of
 
         def take_back(pair: tuple[str, str]) -> None:
             first, second = map(self._attempt, pair)
@@ -195,7 +196,7 @@ class _LabellingSession:
     ) -> Annotation | None:
         """What an answer says, added to what the answer before said of the attempt; None for a word
         that is none, and for what can't be kept."""
-        from agentevo.runs.labelling import annotation_of
+        from agentevo.runs.folder.labelling import annotation_of
 
         letter, _, rest = word.partition(" ")
         verdict = ""
@@ -227,7 +228,7 @@ class _LabellingSession:
         return annotation if annotation.says_something else None
 
     def _ask_pair(self, pair: tuple[str, str], heading: str) -> str:
-        from agentevo.runs.labelling import preference_of
+        from agentevo.runs.folder.labelling import preference_of
 
         first, second = map(self._attempt, pair)
         _show(first, f"{heading}, number 1")
@@ -249,8 +250,8 @@ class _LabellingSession:
         return {"who": self._who, "id": secrets.token_hex(8)}
 
     def _keep(self, record: Record) -> bool:
-        from agentevo.runs.annotations import annotate as keep
-        from agentevo.runs.records import RecordTooLongError
+        from agentevo.runs.folder.annotations import annotate as keep
+        from agentevo.runs.folder.records import RecordTooLongError
 
         try:
             keep(self._folder, record)
@@ -279,7 +280,7 @@ def _show(trajectory: Trajectory, heading: str) -> None:
 
 def _plain(text: str, limit: int = LONGEST_SHOWN) -> str:
     """Without what moves, colours or ends on a terminal."""
-    from agentevo.pages.text import shown
+    from agentevo.observability.pages.text import shown
 
     return shown(text, limit)
 

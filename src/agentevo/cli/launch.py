@@ -59,10 +59,10 @@ def launch(
 ) -> None:
     """Run a recipe on Slurm, Kubernetes, SkyPilot, Ray or docker. Writes the files of the job, and
     submits it with --submit."""
-    from agentevo.console import to_stderr
-    from agentevo.launch.targets import TARGETS, read_cluster
-    from agentevo.launch.writer import submit as submit_launch
-    from agentevo.launch.writer import write_launch
+    from agentevo.runs.launch.targets import TARGETS, read_cluster
+    from agentevo.runs.launch.writer import submit as submit_launch
+    from agentevo.runs.launch.writer import write_launch
+    from agentevo.runtime.console import to_stderr
 
     if on not in TARGETS:
         raise UnknownNameError(f"--on {on}: there are {', '.join(TARGETS)}")
@@ -97,7 +97,7 @@ def node(
     ] = 0,
 ) -> None:
     """Run this machine's processes of a launch: trainer ranks, engines, samplers."""
-    from agentevo.launch.node import run_node
+    from agentevo.runs.launch.node import run_node
 
     code = run_node(nodes, rank=rank, head=head, id=id, parent=parent or None)
     if code:
@@ -124,7 +124,7 @@ def own(
     ] = "",
 ) -> None:
     """Run a launch on a Ray cluster: place its nodes and restart lost ones."""
-    from agentevo.launch.ray_owner import run_owner as run_owner
+    from agentevo.runs.launch.ray_owner import run_owner as run_owner
 
     code = run_owner(nodes, address=address or None, id=id)
     if code:
@@ -132,7 +132,7 @@ def own(
 
 
 def _read_values(path: Path) -> dict[str, Any]:
-    from agentevo.parsing import ParseError, parse_yaml, read_text
+    from agentevo.runtime.parsing import ParseError, parse_yaml, read_text
 
     try:
         values = parse_yaml(read_text(path))

@@ -26,7 +26,7 @@ from typing import Annotated, Any, cast
 import typer
 from typer.core import TyperGroup
 
-from agentevo import __version__, progress
+from agentevo import __version__
 from agentevo.cli import (
     audit,
     chat,
@@ -34,15 +34,12 @@ from agentevo.cli import (
     data,
     doctor,
     evaluation,
-    evolve,
     init,
     judge,
     labelling,
     launch,
     names,
-    pipeline,
     processes,
-    prompts,
     report,
     sandbox,
     server,
@@ -51,15 +48,17 @@ from agentevo.cli import (
     top,
     train,
     trajectories,
-    ui,
 )
 from agentevo.cli.ending import end_soon
 from agentevo.cli.memory_limit import memory_problem
 from agentevo.cli.printing import first_sentence
-from agentevo.credentials import without_passwords
 from agentevo.errors import AgentEvoError, ConfigError
-from agentevo.extras import training_packages
-from agentevo.paths import name_problem
+from agentevo.runtime import progress
+from agentevo.runtime.credentials import without_passwords
+from agentevo.runtime.extras import training_packages
+from agentevo.runtime.paths import name_problem
+from agentevo_evolve.commands import evolve, pipeline, prompts
+from agentevo_ui import commands as ui
 
 _LONG = re.compile(r"(\S{300})\S{100,}")
 """What is too long to be read in a message: a number or a text that a user gave."""

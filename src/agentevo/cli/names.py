@@ -11,7 +11,7 @@ import typer
 from agentevo.cli.arguments import Overrides, path_word, refuse_options, warn_of_kept_keys
 from agentevo.cli.printing import first_sentence, print_note, print_table
 from agentevo.errors import ConfigError, UnknownNameError
-from agentevo.progress import bar
+from agentevo.runtime.progress import bar
 
 if TYPE_CHECKING:
     from agentevo.config.keys import ConfigKeys, Explanation
@@ -54,9 +54,9 @@ def list_names(
     ] = "",
 ) -> None:
     """List the recipes, models, algorithms and other names that a recipe can use."""
+    from agentevo.cli.listings import KINDS, LISTS
     from agentevo.config.imports import import_for
-    from agentevo.listings import KINDS, LISTS
-    from agentevo.registry import nearest
+    from agentevo.runtime.registry import nearest
 
     if not kind:
         print_table(KINDS.items())
@@ -80,7 +80,7 @@ def get_model(
     ],
 ) -> None:
     """Download a model, so that training needs no network."""
-    from agentevo.models.resolve import fetch
+    from agentevo.models.files.resolve import fetch
 
     print(fetch(name, progress=print_note))
 
@@ -102,7 +102,7 @@ def push_model(
 ) -> None:
     """Publish a checkpoint or adapter with a model card on the Hugging Face Hub. Uses HF_TOKEN or
     `hf auth login`, and prints the commit's URL."""
-    from agentevo.runs.hub_upload import push_to_hub
+    from agentevo.runs.folder.hub_upload import push_to_hub
 
     print(push_to_hub(source, repo, private=not public, note=print_note))
 
@@ -130,14 +130,14 @@ def merge_model(
     ] = "",
 ) -> None:
     """Merge an adapter (model.lora) into its base model."""
-    from agentevo.runs.folder import UNSCORED, is_run_folder, run_config
+    from agentevo.runs.folder.run_folder import UNSCORED, is_run_folder, run_config
 
     if is_run_folder(source):
         from agentevo.api.run import Run
 
         source = Run(run_config(source, UNSCORED)).checkpoint
 
-    from agentevo.models.merge import merge_adapter
+    from agentevo.models.files.merge import merge_adapter
 
     with bar("merge"):
         merged = merge_adapter(source, out, base or None)

@@ -38,8 +38,8 @@ Parent = Annotated[
 def _load_part(recipe: str, overrides: list[str] | None) -> RunConfig:
     """The configuration of a run of several processes, which all have the same engine."""
     from agentevo.config import load_config
-    from agentevo.console import to_stderr
     from agentevo.inference.default_engine import load_with_engine
+    from agentevo.runtime.console import to_stderr
 
     return load_with_engine(
         lambda extra_overrides: load_config(recipe, [*(overrides or []), *extra_overrides]),
@@ -63,10 +63,10 @@ def learn(
     """Run only the trainer of a recipe. It uses the attempts of `agentevo sample` and resumes where
     it stopped."""
     from agentevo.config import to_yaml
-    from agentevo.console import to_stderr
     from agentevo.observability import LiveView
-    from agentevo.processes.learn import check_dry_learn
-    from agentevo.processes.learn import learn as run_learner
+    from agentevo.runs.processes.learn import check_dry_learn
+    from agentevo.runs.processes.learn import learn as run_learner
+    from agentevo.runtime.console import to_stderr
 
     config = _load_part(recipe, overrides)
     if dry_run:
@@ -91,7 +91,7 @@ def sample(
     """Run only a sampler of a recipe. It plays tasks for `agentevo learn` with the engines of
     `agentevo serve`."""
     config = _load_part(recipe, overrides)
-    from agentevo.processes.sample import sample as run_sampler
+    from agentevo.runs.processes.sample import sample as run_sampler
 
     run_sampler(config, name=name or None, engines=engine or (), parent=parent or None)
 
@@ -110,7 +110,7 @@ def gateway(
     """Serve a recipe's engines to agents that run elsewhere: they open sessions, report rewards,
     and `agentevo learn` trains on them."""
     config = _load_part(recipe, overrides)
-    from agentevo.processes.gateway import run_gateway
+    from agentevo.runs.processes.gateway import run_gateway
 
     run_gateway(config, host=host, port=port, tls=tls, engines=engine or ())
 
@@ -167,7 +167,7 @@ def serve(
         )
 
     config = _load_part(target, overrides)
-    from agentevo.processes.serve import serve as run_engine
+    from agentevo.runs.processes.serve import serve as run_engine
 
     run_engine(config, host=host, port=port, tls=tls, name=name or None, parent=parent or None)
 
@@ -182,10 +182,10 @@ def _serve_trained(
     name: str,
 ) -> None:
     from agentevo.config import load_config
-    from agentevo.console import to_stderr
-    from agentevo.evaluation.contestants import checkpoint_of, run_of
     from agentevo.inference.default_engine import load_with_engine
-    from agentevo.runs.folder import UNSCORED, run_config
+    from agentevo.runs.evaluation.contestants import checkpoint_of, run_of
+    from agentevo.runs.folder.run_folder import UNSCORED, run_config
+    from agentevo.runtime.console import to_stderr
 
     overrides = [*UNSCORED, *overrides]
     path: Path | None = None
@@ -207,7 +207,7 @@ def _serve_trained(
         trained = run_config(run or Path(target), overrides)
         path = checkpoint_of(trained.run_dir, trained, checkpoint or named)
 
-    from agentevo.processes.serve_model import serve_model
+    from agentevo.runs.processes.serve_model import serve_model
 
     which = None if path is None else str(path)
     serve_model(trained, checkpoint=which, host=host, port=port, tls=tls, name=name or None)

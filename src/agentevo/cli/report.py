@@ -11,7 +11,7 @@ import typer
 
 from agentevo.cli.arguments import path_word, refuse_options
 from agentevo.errors import UnknownNameError
-from agentevo.progress import bar
+from agentevo.runtime.progress import bar
 
 
 def report(
@@ -65,7 +65,7 @@ def report(
 ) -> None:
     """Write a run's report again, or compare runs by a table or a plot. The report is
     RUN_DIR/report.html with plots/; the run may still be under way."""
-    from agentevo.runs.folder import is_sweep_folder
+    from agentevo.runs.folder.run_folder import is_sweep_folder
 
     if plot is not None:
         refuse_options(context, "is for a table: leave it out with --plot", ("table", "page"))
@@ -82,7 +82,7 @@ def report(
 
 
 def _print_table(folders: Sequence[Path], page: Path | None, each: bool) -> None:
-    from agentevo.runs.result_table import (
+    from agentevo.runs.folder.result_table import (
         check_page,
         make_rows,
         markdown,
@@ -102,7 +102,7 @@ def _print_table(folders: Sequence[Path], page: Path | None, each: bool) -> None
 def _plot(folders: Sequence[Path], out: Path, metrics: Sequence[str], x: str, each: bool) -> None:
     from agentevo.observability.chart_lines import NAMES, Axis, band_chart, metrics_to_compare
     from agentevo.observability.comparison_plot import MOST_PANELS, check_picture, write_comparison
-    from agentevo.runs.comparison import measured_runs, settings_of
+    from agentevo.runs.folder.comparison import measured_runs, settings_of
 
     check_picture(out)
     if x not in NAMES:
@@ -126,7 +126,7 @@ def _plot(folders: Sequence[Path], out: Path, metrics: Sequence[str], x: str, ea
 
 def _write_report(run_dir: Path) -> None:
     from agentevo.observability import report_from_run
-    from agentevo.runs.folder import check_run_folder, token_texts
+    from agentevo.runs.folder.run_folder import check_run_folder, token_texts
 
     with bar("report"):
         written = report_from_run(check_run_folder(run_dir), token_texts(run_dir))

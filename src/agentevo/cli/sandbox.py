@@ -12,8 +12,8 @@ from agentevo.cli.arguments import Host, Port, Tls, path_word, plain_options, re
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentevo.config.sandbox import SandboxSection
-    from agentevo.sandbox import Execution
+    from agentevo.environments.sandbox import Execution
+    from agentevo.environments.sandbox.section import SandboxSection
 
 SERVE_OPTIONS = ("host", "port", "tls", "idle_s")
 
@@ -64,8 +64,8 @@ def sandbox(
         _run_file(source, section)
         return
 
-    from agentevo.config.sandbox import HERE
-    from agentevo.processes.sandbox_server import serve_sandboxes
+    from agentevo.environments.sandbox.section import HERE
+    from agentevo.runs.processes.sandbox_server import serve_sandboxes
 
     if section.type not in HERE:
         raise ConfigError(f"type={section.type}: a server has sandboxes of its own machine")
@@ -74,9 +74,9 @@ def sandbox(
 
 
 def _run_file(file: str, section: SandboxSection) -> None:
-    from agentevo.console import print_line
-    from agentevo.parsing import read_text
-    from agentevo.sandbox.opening import Sandboxes, chosen_kind
+    from agentevo.environments.sandbox.opening import Sandboxes, chosen_kind
+    from agentevo.runtime.console import print_line
+    from agentevo.runtime.parsing import read_text
 
     code = sys.stdin.read() if file == "-" else read_text(path_word(file))
 
@@ -111,8 +111,8 @@ def _section(settings: list[str]) -> SandboxSection:
     """Raises ConfigError."""
     import pydantic
 
-    from agentevo.config.sandbox import SandboxSection
-    from agentevo.credentials import credential_problems
+    from agentevo.environments.sandbox.section import SandboxSection
+    from agentevo.runtime.credentials import credential_problems
 
     options = plain_options(settings, "memory_mib=256")
     problems = credential_problems({"sandbox": options})

@@ -33,6 +33,6 @@ def server(
 ) -> None:
     """Serve training to programs on other machines that run their own loop with agentevo.Client
     (docs/loop.md)."""
-    from agentevo.loop.server import serve_loops
+    from agentevo.api.loop.server import serve_loops
 
     serve_loops(folder, host=host, port=port, tls=tls, max_models=max_models)

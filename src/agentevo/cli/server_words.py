@@ -25,8 +25,8 @@ def server_section(words: Sequence[str], api_key: str | None = None) -> ToolSect
 
     import pydantic
 
+    from agentevo.agents.tools.mcp_connection import UNNAMED
     from agentevo.config.mcp import PATH, MCPFileSection, MCPManagerSection, MCPServerSection
-    from agentevo.tools.mcp_connection import UNNAMED
 
     words = _command_words(words)
     first = words[0]

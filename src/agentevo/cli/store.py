@@ -10,9 +10,9 @@ import typer
 
 from agentevo.cli.arguments import Overwrite, Wait, check_new_file, path_word, refuse_options
 from agentevo.cli.printing import print_table
-from agentevo.credentials import refuse_password
 from agentevo.errors import ConfigError, UnknownNameError
-from agentevo.progress import bar
+from agentevo.runtime.credentials import refuse_password
+from agentevo.runtime.progress import bar
 
 if TYPE_CHECKING:
     from agentevo.store import Store
@@ -104,7 +104,7 @@ def _with_store(
     create: bool = False,
     read_only: bool = False,
 ) -> T:
-    from agentevo.runs.folder import run_store_url, use_store
+    from agentevo.runs.folder.run_folder import run_store_url, use_store
 
     url = refuse_password(target) if "://" in target else run_store_url(Path(target))
     return use_store(

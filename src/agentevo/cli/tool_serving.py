@@ -11,7 +11,7 @@ from agentevo.cli.arguments import Host, Port, path_word, plain_options, refuse_
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentevo.tool_servers.serving import ToolServer
+    from agentevo.agents.tool_servers.serving import ToolServer
 
 RETRIEVER_OPTIONS = ("corpus", "kind", "model", "top_k")
 
@@ -69,9 +69,9 @@ def serve(
         _serve_retriever(name, plain_options(options or [], "corpus=p.jsonl"), host, port, api_key)
         return
 
-    from agentevo.event_loop import run_coroutine
-    from agentevo.tool_servers.listening import listen, read_key
-    from agentevo.tracing.environment import traced_as_environment
+    from agentevo.agents.tool_servers.listening import listen, read_key
+    from agentevo.observability.tracing.environment import traced_as_environment
+    from agentevo.runtime.event_loop import run_coroutine
 
     if not http and (port or api_key or host != "127.0.0.1"):
         raise ConfigError("--host, --port and --api-key are for --http: add it, or leave them out")
@@ -89,9 +89,9 @@ def serve(
 
 def _tool_server(name: str, options: list[str], imports: list[str], timeout_s: float) -> ToolServer:
     """Raises ConfigError."""
+    from agentevo.agents.tool_servers.serving import ToolServer, own_task
     from agentevo.config.imports import KEY, import_all
     from agentevo.config.tools import FunctionToolSection, tools
-    from agentevo.tool_servers.serving import ToolServer, own_task
 
     import_all({KEY: imports}, (), where="--import", folder=Path.cwd())
     prepare = getattr(tools.get(name), "_before_serving", None)
@@ -108,9 +108,9 @@ def _tool_server(name: str, options: list[str], imports: list[str], timeout_s: f
 def _serve_retriever(
     name: str, options: dict[str, Any], host: str, port: int, api_key: str | None
 ) -> None:
-    from agentevo.tool_servers.listening import listen, read_key
-    from agentevo.tool_servers.retriever import MAX_TOP_K, Retriever
-    from agentevo.tools.indexes import corpus_index
+    from agentevo.agents.tool_servers.listening import listen, read_key
+    from agentevo.agents.tool_servers.retriever import MAX_TOP_K, Retriever
+    from agentevo.agents.tools.indexes import corpus_index
 
     if name != "search":
         raise ConfigError(f"--search-r1: {name} has no corpus: serve the tool search")

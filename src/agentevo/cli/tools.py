@@ -11,8 +11,8 @@ import typer
 from agentevo.cli.arguments import check_arguments, refuse_options
 from agentevo.cli.server_words import server_section
 from agentevo.cli.tool_serving import serve
-from agentevo.console import without_controls
 from agentevo.errors import ConfigError
+from agentevo.runtime.console import without_controls
 
 if TYPE_CHECKING:
     from agentevo.config.tools import ToolSection
@@ -87,7 +87,7 @@ def inspect(
     """List the tools of a recipe or server as the policy sees them, with a server's prompts and
     resources; call a tool, or test all. Options come before SERVER. Exit code 1 if a call fails."""
     from agentevo.config.sources import recipe_names
-    from agentevo.event_loop import run_coroutine
+    from agentevo.runtime.event_loop import run_coroutine
 
     if test:
         reason = "is not for a test: leave it out"
@@ -145,7 +145,7 @@ def _task(text: str | None) -> Task:
     """The task of the session. Raises ConfigError."""
     import msgspec
 
-    from agentevo.parsing import ParseError, parse_json
+    from agentevo.runtime.parsing import ParseError, parse_json
     from agentevo.types import Task
 
     if text is None:
@@ -183,7 +183,7 @@ async def _read_tools(
     schemas: bool,
 ) -> tuple[list[str], bool]:
     """What is printed, and whether the call has failed. `call`: the tool and its arguments."""
-    from agentevo.tools.toolbox import Toolbox
+    from agentevo.agents.tools.toolbox import Toolbox
     from agentevo.types import ToolCall
 
     toolbox = Toolbox(sections)
@@ -239,7 +239,7 @@ async def _test_tools(
     dry_run: bool,
 ) -> int:
     """How many calls broke."""
-    from agentevo.tools.trial import try_calls
+    from agentevo.agents.tools.trial import try_calls
     from agentevo.types import ToolCall
 
     if dry_run or (call is not None and arguments is None):
@@ -283,9 +283,9 @@ async def _make_calls(
 ) -> list[ToolCall]:
     """The calls with arguments made from the schemas. Raises ConfigError for a tool that there is
     not."""
-    from agentevo.registry import nearest
-    from agentevo.tools.toolbox import Toolbox
-    from agentevo.tools.trial import made_call
+    from agentevo.agents.tools.toolbox import Toolbox
+    from agentevo.agents.tools.trial import made_call
+    from agentevo.runtime.registry import nearest
 
     toolbox = Toolbox(sections)
     try:

@@ -20,8 +20,8 @@ from agentevo.errors import AgentEvoError, ConfigError
 
 if TYPE_CHECKING:
     from agentevo.observability.top_view import RunLine
+    from agentevo.runs.folder.run_state import RunReader, RunView
     from agentevo.store import Store
-    from agentevo.ui.run_state import RunReader, RunView
 
 MIN_POLL_INTERVAL_S = 0.2
 MOST_STORES = 20
@@ -75,7 +75,7 @@ def top(
         _print(look())
         return
 
-    from agentevo.console import open_console
+    from agentevo.runtime.console import open_console
 
     console = open_console(sys.stdout, None)
     with suppress(KeyboardInterrupt):
@@ -86,7 +86,7 @@ def top(
 
 
 def _watch_attempt(run_dir: Path, trajectory_id: str, every_s: float, once: bool) -> None:
-    from agentevo.runs.folder import read_store
+    from agentevo.runs.folder.run_folder import read_store
 
     async def look(store: Store) -> tuple[list[str], bool]:
         return await _attempt_picture(store, trajectory_id, run_dir)
@@ -135,14 +135,14 @@ class _Looks:
     """Reads the runs again at every call, newest first, those under way before all others."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        from agentevo.ui.sources import Sources
+        from agentevo.runs.folder.sources import Sources
 
         self._sources = Sources(words, stores=False)
         self._sources.check()
         self._readers: dict[str, RunReader] = {}
 
     def __call__(self) -> list[RunLine]:
-        from agentevo.ui.run_state import RunReader
+        from agentevo.runs.folder.run_state import RunReader
 
         sources = {key: run for key, run in self._sources.runs().items() if run.folder is not None}
         for key, source in sources.items():
@@ -196,7 +196,7 @@ def _line_of(view: RunView, *, ask: bool) -> RunLine:
 def _of_store(view: RunView) -> tuple[list[str] | None, tuple[str, ...]]:
     """What the run plays, and the warnings of its newest step; (None, ()) if its store is away."""
     from agentevo.observability.call_view import running_lines
-    from agentevo.runs.folder import read_store
+    from agentevo.runs.folder.run_folder import read_store
 
     async def read(store: Store) -> tuple[list[str], tuple[str, ...]]:
         calls = [stored async for stored in store.calls(state="running")]

@@ -49,8 +49,8 @@ def train(
         return
 
     from agentevo.observability import LiveView
-    from agentevo.orchestration.run import train as train_run
-    from agentevo.processes.supervisor import ChildSupervisor
+    from agentevo.runs.orchestration.run import train as train_run
+    from agentevo.runs.processes.supervisor import ChildSupervisor
 
     train_run(config, resume=resume, view=LiveView(config.run.name), supervisor=ChildSupervisor)
 
@@ -58,7 +58,7 @@ def train(
 def _check_folder(config: RunConfig, resume: bool = False) -> None:
     """Refuses a folder where the run may not begin or resume, before torch is imported."""
     from agentevo.config.parallel import follows
-    from agentevo.runs.creation import check_folder
+    from agentevo.runs.folder.creation import check_folder
 
     if resume and config.run.overwrite:
         raise ConfigError(
@@ -71,15 +71,15 @@ def _check_folder(config: RunConfig, resume: bool = False) -> None:
 
 def _engine_override(configs: Sequence[RunConfig], resume: bool) -> list[str]:
     """What names the engine of runs on a GPU whose recipe names none."""
-    from agentevo.console import to_stderr
     from agentevo.inference.default_engine import engine_override
+    from agentevo.runtime.console import to_stderr
 
     return engine_override(configs, resume=resume, note=to_stderr)
 
 
 def _check_dry(config: RunConfig, command: Literal["train", "sft"], resume: bool) -> None:
-    from agentevo.console import to_stderr
-    from agentevo.orchestration.dry_run import check_dry
+    from agentevo.runs.orchestration.dry_run import check_dry
+    from agentevo.runtime.console import to_stderr
 
     for line in check_dry(config, command, resume=resume):
         to_stderr(line)
@@ -93,7 +93,7 @@ def _train_sweep(sweep: Sweep, resume: bool, dry_run: bool) -> None:
         )
 
     if dry_run:
-        from agentevo.processes.sweep import check_sweep
+        from agentevo.runs.processes.sweep import check_sweep
 
         check_sweep(sweep, resume, may_fetch=False)
         print(f"{sweep.dir}: {len(sweep.members)} runs, {sweep.parallel} at once")
@@ -104,7 +104,7 @@ def _train_sweep(sweep: Sweep, resume: bool, dry_run: bool) -> None:
         return
 
     from agentevo.observability.sweep_view import SweepView
-    from agentevo.processes.sweep import run_sweep
+    from agentevo.runs.processes.sweep import run_sweep
 
     run_sweep(sweep, resume=resume, view=SweepView(sweep.name))
 
@@ -142,7 +142,7 @@ def sft(
         return
 
     from agentevo.observability import LiveView
-    from agentevo.orchestration.run import train as train_run
+    from agentevo.runs.orchestration.run import train as train_run
 
     train_run(config, command="sft", resume=resume, view=LiveView(config.run.name))
 
@@ -155,14 +155,14 @@ def _train_reward_model(recipe: str, overrides: list[str], dry_run: bool) -> Non
     check_rm(config)
     _check_folder(config)
     if dry_run:
-        from agentevo.orchestration.reward_model import check_parts
+        from agentevo.runs.orchestration.reward_model import check_parts
 
         check_parts(config)
         print(to_yaml(config), end="")
         return
 
-    from agentevo.orchestration.reward_model import train as train_reward_model
-    from agentevo.paths import short
+    from agentevo.runs.orchestration.reward_model import train as train_reward_model
+    from agentevo.runtime.paths import short
 
     result = train_reward_model(config)
     print(

@@ -12,7 +12,7 @@ from agentevo.cli.arguments import Overwrite, RunDir, Wait, path_word, refuse_op
 from agentevo.cli.attempt_ids import only_match
 from agentevo.cli.trajectory_export import export
 from agentevo.errors import ConfigError
-from agentevo.progress import bar
+from agentevo.runtime.progress import bar
 
 if TYPE_CHECKING:
     from agentevo.store import Store, TrajectorySummary
@@ -113,7 +113,7 @@ def show(
     from rich.console import Console
 
     from agentevo.observability import render_trajectory
-    from agentevo.runs.folder import read_store, token_texts
+    from agentevo.runs.folder.run_folder import read_store, token_texts
 
     async def work(store: Store) -> tuple[Trajectory, str]:
         summaries = await store.summaries()
@@ -141,7 +141,7 @@ def _write_pages(
     overwrite: bool,
 ) -> None:
     from agentevo.observability.trajectory_pages import INDEX, check_folder, choose, write_pages
-    from agentevo.runs.folder import check_run_folder, read_store, token_texts
+    from agentevo.runs.folder.run_folder import check_run_folder, read_store, token_texts
 
     check_run_folder(run_dir)
     folder = out if out is not None else run_dir / "trajectories_html"

@@ -21,7 +21,7 @@ from agentevo.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
     from agentevo.data import RowReport
-    from agentevo.runs.sft_export import Read
+    from agentevo.runs.folder.sft_export import Read
     from agentevo.store import Store
 
 OPTIONS = {
@@ -140,7 +140,7 @@ def export(
     elif sft:
         _export_sft(run_dir, out, split, min_reward, per_task, model, wait)
     else:
-        from agentevo.runs.folder import read_store
+        from agentevo.runs.folder.run_folder import read_store
         from agentevo.store import export_jsonl
 
         count = read_store(run_dir, lambda store: export_jsonl(store, out), wait_s=wait)
@@ -150,10 +150,10 @@ def export(
 def _export_annotations(
     run_dir: Path, out: Path, form: str, held_out: bool, wait: float | None
 ) -> None:
-    from agentevo.runs.annotation_export import FORMATS as ANNOTATION_FORMATS
-    from agentevo.runs.annotation_export import export_annotations
-    from agentevo.runs.annotations import read_annotations
-    from agentevo.runs.folder import check_run_folder, read_store
+    from agentevo.runs.folder.annotation_export import FORMATS as ANNOTATION_FORMATS
+    from agentevo.runs.folder.annotation_export import export_annotations
+    from agentevo.runs.folder.annotations import read_annotations
+    from agentevo.runs.folder.run_folder import check_run_folder, read_store
 
     if form not in ANNOTATION_FORMATS:
         raise ConfigError(f"--annotations {form}: there are {', '.join(ANNOTATION_FORMATS)}")
@@ -184,9 +184,9 @@ def _export_sft(
     if split not in SPLITS:
         raise ConfigError(f"--split {split}: there are {', '.join(SPLITS)}")
 
-    from agentevo.evaluation.results import SETTINGS
-    from agentevo.runs.folder import read_store, remote_model_names
-    from agentevo.runs.sft_export import POLICY, export_sft
+    from agentevo.runs.evaluation.results import SETTINGS
+    from agentevo.runs.folder.run_folder import read_store, remote_model_names
+    from agentevo.runs.folder.sft_export import POLICY, export_sft
 
     if (run_dir / SETTINGS).is_file():
         _export_played(run_dir, out, min_reward, per_task, model)
@@ -216,9 +216,9 @@ def _export_played(
     folder: Path, out: Path, min_reward: float | None, per_task: int | None, model: str | None
 ) -> None:
     """Exports the attempts in a folder of `agentevo eval --out`."""
-    from agentevo.evaluation.results import ResultsFolder
-    from agentevo.runs.folder import tokenizer_in
-    from agentevo.runs.sft_export import export_played
+    from agentevo.runs.evaluation.results import ResultsFolder
+    from agentevo.runs.folder.run_folder import tokenizer_in
+    from agentevo.runs.folder.sft_export import export_played
 
     results = ResultsFolder(folder)
     played = dict(results.settings().get("played_models") or {})
@@ -245,8 +245,8 @@ def _export_played(
 def _export_pairs(
     run_dir: Path, out: Path, margin: float, per_group: int, wait: float | None
 ) -> None:
-    from agentevo.runs.folder import read_store
-    from agentevo.runs.pair_export import export_pairs
+    from agentevo.runs.folder.pair_export import export_pairs
+    from agentevo.runs.folder.run_folder import read_store
 
     read = _reader(run_dir)
 
@@ -258,16 +258,16 @@ def _export_pairs(
 
 def _reader(run_dir: Path) -> Read:
     """The function that parses the policy's text in the notation of its model family."""
-    from agentevo.runs.folder import saved_tokenizer
+    from agentevo.runs.folder.run_folder import saved_tokenizer
 
     return _reader_of(saved_tokenizer(run_dir))
 
 
 def _reader_of(tokenizer: Any | None) -> Read:
-    from agentevo.runs.sft_export import answer_reader
+    from agentevo.runs.folder.sft_export import answer_reader
 
     if tokenizer is None:
         return answer_reader(None)
-    from agentevo.models.chat import ChatFormat
+    from agentevo.models.chat.chat_format import ChatFormat
 
     return answer_reader(ChatFormat(tokenizer))

@@ -19,7 +19,6 @@ from agentevo.config.recipe import (
     with_defaults,
 )
 from agentevo.config.rollout import RolloutSection
-from agentevo.config.section import Section
 from agentevo.config.sections import (
     ColdStartSection,
     CriticSection,
@@ -32,6 +31,7 @@ from agentevo.config.sections import (
     TrainerSection,
 )
 from agentevo.config.sft import SFTSection, check_sft
+from agentevo.runtime.section import Section
 
 __all__ = [
     "AgentSection",

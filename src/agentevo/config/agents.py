@@ -21,12 +21,12 @@ from pydantic import Field, field_validator
 
 from agentevo.config.browse import BrowseSection
 from agentevo.config.context import ContextSection
-from agentevo.config.sandbox import SandboxSection
-from agentevo.config.section import Section
 from agentevo.config.texts import check_texts
 from agentevo.config.tool_entries import ToolEntry
+from agentevo.environments.sandbox.section import SandboxSection
 from agentevo.errors import ConfigError
-from agentevo.registry import Registry
+from agentevo.runtime.registry import Registry
+from agentevo.runtime.section import Section
 
 A = TypeVar("A")
 

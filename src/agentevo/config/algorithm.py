@@ -25,8 +25,8 @@ from agentevo.algorithms.presets import (
     resolve_preset,
 )
 from agentevo.config.collect import CollectKeys
-from agentevo.config.section import Section
 from agentevo.config.unused_keys import check_used_keys, named_parts
+from agentevo.runtime.section import Section
 
 if TYPE_CHECKING:
     PresetName: TypeAlias = str

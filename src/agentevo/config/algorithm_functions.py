@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
 from agentevo.errors import ConfigError, UnknownNameError
-from agentevo.registry import Registry
+from agentevo.runtime.registry import Registry
 from agentevo.types import Trajectory
 
 if TYPE_CHECKING:

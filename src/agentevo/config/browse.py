@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from agentevo.config.section import ONE_OR_MANY, Section
+from agentevo.runtime.section import ONE_OR_MANY, Section
 
 PROMPT = """An agent called a tool and got what stands between <content> and </content>. The agent \
 wants to know: {purpose}

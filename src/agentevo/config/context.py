@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentevo.config.section import Section
+from agentevo.runtime.section import Section
 
 
 class ContextSection(Section):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from agentevo.config.section import Section
+from agentevo.runtime.section import Section
 
 if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig

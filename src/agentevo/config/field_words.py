@@ -15,7 +15,7 @@ import pydantic
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from agentevo.registry import nearest
+from agentevo.runtime.registry import nearest
 
 COUNTED = {
     "tokens",

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from agentevo.config.section import Section
+from agentevo.runtime.section import Section
 
 
 class GatewaySection(Section):

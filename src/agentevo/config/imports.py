@@ -27,9 +27,9 @@ from typing import Any
 from agentevo.config import sources
 from agentevo.config.interpolation import InterpolationError, resolve_tree
 from agentevo.errors import ConfigError, LoadingTimeoutError, describe_error, shown
-from agentevo.paths import spelling_hint
-from agentevo.tracebacks import traceback_of
-from agentevo.user_code import load_in_time
+from agentevo.runtime.paths import spelling_hint
+from agentevo.runtime.tracebacks import traceback_of
+from agentevo.runtime.user_code import load_in_time
 
 KEY = "import"
 TRUST = "AGENTEVO_TRUST_RUNS"

@@ -3,7 +3,7 @@ r"""`${...}` in a configuration.
 `${section.key}` is replaced by another value, `${.key}` by one in the same mapping,
 `${oc.env:NAME}` and `${oc.env:NAME,default}` by an environment variable, `${oc.decode:TEXT}` by a
 text read as YAML. They can appear within a text and within one another; `\${` is no interpolation.
-`${env:NAME}` is not changed (`agentevo.credentials`).
+`${env:NAME}` is not changed (`agentevo.runtime.credentials`).
 
 Each value is resolved once, and the size of the result is counted: `a: ${b}${b}`, `b: ${c}${c}` and
 so on, in texts or in lists, doubles at every step.
@@ -16,8 +16,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from agentevo.credentials import REFERENCE, without_passwords
-from agentevo.parsing import MAX_BYTES, MAX_VALUES, ParseError, check_depth, parse_yaml
+from agentevo.runtime.credentials import REFERENCE, without_passwords
+from agentevo.runtime.parsing import MAX_BYTES, MAX_VALUES, ParseError, check_depth, parse_yaml
 
 Key = tuple[str | int, ...]
 _OUTSIDE = re.compile(r"\\*+\$\{|[^\\$]++|\\++|\$")

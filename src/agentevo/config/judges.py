@@ -11,9 +11,9 @@ from typing import Any
 
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.errors import ConfigError
-from agentevo.parsing import read_json_object
 from agentevo.rewards import RewardConfig
 from agentevo.rewards.judging import THRESHOLDS, JudgeOptions
+from agentevo.runtime.parsing import read_json_object
 
 _NOT_OF_THE_JUDGE = {
     "weight",

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentevo.config.section import Section, Texts, expand_home
+from agentevo.runtime.section import Section, Texts, expand_home
 
 ALL_LINEAR = "all-linear"
 Rank = Annotated[int, Field(ge=1)]

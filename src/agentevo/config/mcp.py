@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from agentevo.config.sandbox import ProgramSandboxSection
 from agentevo.config.tools import ToolSection
+from agentevo.environments.sandbox.section import ProgramSandboxSection
 
 PATH = "/mcpapi"
 """The end of the URL of a node's API."""

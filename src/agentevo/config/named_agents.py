@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
 
-from agentevo.config.section import Section
 from agentevo.config.sections import ModelSection
 from agentevo.errors import ConfigError
+from agentevo.runtime.section import Section
 
 if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig

@@ -6,8 +6,8 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from agentevo.config.section import Section
 from agentevo.config.texts import text_problem
+from agentevo.runtime.section import Section
 
 PHRASES = (
     "Answer with nothing but what was asked for.",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from agentevo.config.routing import needs_routers
-from agentevo.config.section import Section
 from agentevo.errors import ConfigError
+from agentevo.runtime.section import Section
 
 if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig

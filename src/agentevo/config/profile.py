@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from agentevo.config.section import Section
+from agentevo.runtime.section import Section
 
 
 class ProfileSection(Section):

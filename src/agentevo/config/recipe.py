@@ -50,7 +50,6 @@ from agentevo.config.rewards import read_rewards
 from agentevo.config.rm import RMSection
 from agentevo.config.rollout import RolloutSection
 from agentevo.config.routing import with_recording
-from agentevo.config.section import Section
 from agentevo.config.sections import (
     CheckpointSection,
     ColdStartSection,
@@ -71,15 +70,16 @@ from agentevo.config.sft import SFTSection
 from agentevo.config.tasks import TasksSection, names_tasks, play_problems, with_absolute_paths
 from agentevo.config.texts import with_texts_of_file
 from agentevo.config.tool_list import read_tools
-from agentevo.config.tracing import TracingSection
 from agentevo.config.tracking import TrackingSection, tracker_models
 from agentevo.config.values import refused_values
-from agentevo.credentials import credential_problems
 from agentevo.environments import EnvironmentConfig, environments
 from agentevo.errors import AgentEvoError, ConfigError
-from agentevo.parsing import dump_yaml
+from agentevo.observability.tracing.section import TracingSection
 from agentevo.rewards import RewardConfig, rewards
 from agentevo.rewards.reward import reward_config
+from agentevo.runtime.credentials import credential_problems
+from agentevo.runtime.parsing import dump_yaml
+from agentevo.runtime.section import Section
 
 
 class RunConfig(Section):

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from agentevo.config.field_words import suggest_nearest
-from agentevo.config.section import Section
-from agentevo.credentials import REFERENCE
-from agentevo.device_names import DeviceName
+from agentevo.runtime.credentials import REFERENCE
+from agentevo.runtime.device_names import DeviceName
+from agentevo.runtime.section import Section
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,99}")
 DEFAULT_URLS = {

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from agentevo.config.section import Section, expand_home
 from agentevo.config.sft import Share
 from agentevo.errors import ConfigError
+from agentevo.runtime.section import Section, expand_home
 
 if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, field_validator
 
 from agentevo.config.curriculum import curriculum_contradictions
-from agentevo.config.section import Section
 from agentevo.config.self_play import self_play_contradictions
 from agentevo.config.task_stages import stage_contradictions
+from agentevo.runtime.section import Section
 
 if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig

@@ -12,11 +12,11 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from agentevo.config.lora import LoraSection
 from agentevo.config.parallel import ParallelSection
-from agentevo.config.section import Section, expand_home
 from agentevo.config.sft import ConversationKeys, FileOrFolder
-from agentevo.credentials import without_password
-from agentevo.device_names import DeviceName
 from agentevo.errors import shown
+from agentevo.runtime.credentials import without_password
+from agentevo.runtime.device_names import DeviceName
+from agentevo.runtime.section import Section, expand_home
 from agentevo.types import (
     LARGEST_TEMPERATURE,
     LOWEST_TEMPERATURE,
@@ -112,7 +112,7 @@ class TinyModel(Section):
 
 PLAIN = "plain"
 CHAT_TEMPLATES = ("hermes", PLAIN)
-"""Chat templates that AgentEvo ships, by name (models/chat_templates)."""
+"""Chat templates that AgentEvo ships, by name (models/chat/templates)."""
 MAX_TEMPLATE = 2**20
 """Bytes of a chat template's file."""
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from agentevo.config.section import Section
 from agentevo.errors import ConfigError
-from agentevo.registry import Registry
+from agentevo.runtime.registry import Registry
+from agentevo.runtime.section import Section
 
 if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import pydantic
 from pydantic import Field
 
-from agentevo.config.section import Section, Texts, expand_home
 from agentevo.errors import ConfigError
+from agentevo.runtime.section import Section, Texts, expand_home
 
 if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig

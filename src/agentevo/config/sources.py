@@ -25,9 +25,9 @@ from agentevo.config.interpolation import (
     shorten,
 )
 from agentevo.errors import ConfigError, UnknownNameError, shown
-from agentevo.parsing import MAX_DEPTH, MAX_KEY, ParseError, parse_yaml, read_text
-from agentevo.paths import name_problem, spelling_hint
-from agentevo.registry import nearest
+from agentevo.runtime.parsing import MAX_DEPTH, MAX_KEY, ParseError, parse_yaml, read_text
+from agentevo.runtime.paths import name_problem, spelling_hint
+from agentevo.runtime.registry import nearest
 
 SWITCH = "enabled"
 SHORT_FORMS: dict[tuple[str, ...], str | None] = {

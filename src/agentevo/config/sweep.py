@@ -35,10 +35,10 @@ from agentevo.config.field_words import suggest_nearest
 from agentevo.config.idle_keys import drop_idle_keys
 from agentevo.config.imports import check_recipe_of_run
 from agentevo.config.keys import ConfigKeys
-from agentevo.config.section import ONE_OR_MANY
 from agentevo.config.values import refused_values
-from agentevo.cpu_threads import allowed_cpus
 from agentevo.errors import ConfigError
+from agentevo.runtime.cpu_threads import allowed_cpus
+from agentevo.runtime.section import ONE_OR_MANY
 
 S = TypeVar("S", bound=Section)
 OWN_KEYS = ("run.seed", "run.name", "run.dir", "run.overwrite", "sweep")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator
 
-from agentevo.config.section import Section, Texts
+from agentevo.runtime.section import Section, Texts
 
 if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig

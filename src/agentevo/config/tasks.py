@@ -11,9 +11,9 @@ from pydantic import PositiveFloat, model_validator
 
 from agentevo.config.agents import brings_tasks
 from agentevo.config.curriculum import Curriculum
-from agentevo.config.section import Section, Texts
 from agentevo.config.self_play import SelfPlay
 from agentevo.config.task_stages import TaskStage, stage_problem
+from agentevo.runtime.section import Section, Texts
 
 
 class TaskFields(Section):

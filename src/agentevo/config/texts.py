@@ -17,7 +17,7 @@ from typing import Any
 
 from agentevo.config.field_words import suggest_nearest
 from agentevo.errors import ConfigError, shown
-from agentevo.parsing import ParseError, parse_yaml, read_text
+from agentevo.runtime.parsing import ParseError, parse_yaml, read_text
 
 MAX_CHARS = 100_000
 """Maximal number of characters of one text."""

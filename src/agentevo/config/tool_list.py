@@ -15,12 +15,12 @@ from agentevo.config.agents import SECTIONS
 from agentevo.config.field_words import describe_wrong_choice, entry_problem, on_one_line
 from agentevo.config.keys import ConfigKeys, Explanation
 from agentevo.config.mcp import MCPServerSection
-from agentevo.config.section import Section
 from agentevo.config.tasks import with_absolute_paths
 from agentevo.config.tool_entries import KINDS, meant_type, with_type
 from agentevo.config.tools import ToolSection
 from agentevo.errors import UnknownNameError
-from agentevo.registry import nearest
+from agentevo.runtime.registry import nearest
+from agentevo.runtime.section import Section
 
 PLACE = "agent.tools"
 SHOWN = ("read_only", "read_write")

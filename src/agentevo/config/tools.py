@@ -19,9 +19,9 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import Field
 
-from agentevo.config.section import Section
 from agentevo.errors import ConfigError
-from agentevo.registry import Registry
+from agentevo.runtime.registry import Registry
+from agentevo.runtime.section import Section
 
 T = TypeVar("T")
 RESERVED = ("close", "outcome")
@@ -79,13 +79,13 @@ class VerlToolsSection(ToolSection):
 Tool: TypeAlias = str | Mapping[str, Any] | Section | Callable[..., Any] | type
 """A tool by name, as an entry of `agent.tools`, or as a function or class."""
 PACKAGED: Mapping[str, str] = {
-    "booking": "agentevo.tool_servers.booking:BookingOffice",
-    "calculator": "agentevo.tool_servers.calculator:calculator",
-    "database": "agentevo.tool_servers.database:DatabaseTools",
-    "fetch": "agentevo.tools.fetch:Fetch",
-    "files": "agentevo.tool_servers.files:FileTools",
-    "search": "agentevo.tools.search:CorpusSearch",
-    "web_search": "agentevo.tools.web_search:WebSearch",
+    "booking": "agentevo.agents.tool_servers.booking:BookingOffice",
+    "calculator": "agentevo.agents.tool_servers.calculator:calculator",
+    "database": "agentevo.agents.tool_servers.database:DatabaseTools",
+    "fetch": "agentevo.agents.tools.fetch:Fetch",
+    "files": "agentevo.agents.tool_servers.files:FileTools",
+    "search": "agentevo.agents.tools.search:CorpusSearch",
+    "web_search": "agentevo.agents.tools.web_search:WebSearch",
 }
 """The tools that AgentEvo provides: known by name, imported on first use."""
 tools: Registry[Any] = Registry("tools", PACKAGED)

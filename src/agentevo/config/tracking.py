@@ -10,9 +10,9 @@ import pydantic
 from pydantic import Field, SerializeAsAny, field_validator
 
 from agentevo.config.field_words import entry_problem, suggest_nearest
-from agentevo.config.section import Section
 from agentevo.errors import AgentEvoError
-from agentevo.trackers.tracker import TrackerConfig, trackers
+from agentevo.observability.trackers.tracker import TrackerConfig, trackers
+from agentevo.runtime.section import Section
 
 KEY = "tracking.backends"
 ALWAYS = ("console", "file")

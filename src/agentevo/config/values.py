@@ -17,7 +17,7 @@ from typing import Any, Literal, get_origin
 from agentevo.config.field_words import as_number, as_yaml
 from agentevo.config.keys import ConfigKeys
 from agentevo.config.peer_keys import value_in_our_words
-from agentevo.paths import name_problem
+from agentevo.runtime.paths import name_problem
 
 NUMBERS = 1e9
 """Bound on the absolute value of every count, time in seconds and size."""

@@ -24,7 +24,7 @@ from agentevo.data.messages import TRAINING_KEYS, is_trained
 from agentevo.data.row_report import RowError, RowReport
 from agentevo.data.rows import read_rows
 from agentevo.errors import BadRequestError
-from agentevo.parsing import parse_json
+from agentevo.runtime.parsing import parse_json
 
 FORMS = ("messages", "sharegpt", "alpaca")
 ROLES = ("system", "user", "assistant", "tool")

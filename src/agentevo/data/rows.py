@@ -30,10 +30,10 @@ from typing import IO, Any, cast
 
 from agentevo.data.row_report import RowError
 from agentevo.errors import ConfigError
-from agentevo.extras import load_extra
-from agentevo.parsing import ParseError, check_depth, check_file, parse_json
-from agentevo.paths import spelling_hint
-from agentevo.progress import bar
+from agentevo.runtime.extras import load_extra
+from agentevo.runtime.parsing import ParseError, check_depth, check_file, parse_json
+from agentevo.runtime.paths import spelling_hint
+from agentevo.runtime.progress import bar
 
 _DECODER = json.JSONDecoder()
 _BAD_LINES = {"not_utf8": "is not UTF-8", "not_json": "is not JSON"}

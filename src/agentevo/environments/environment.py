@@ -17,7 +17,7 @@ import gymnasium
 import pydantic
 
 from agentevo.errors import ConfigError, EnvironmentFailure
-from agentevo.registry import Registry
+from agentevo.runtime.registry import Registry
 from agentevo.types import Baselines
 
 E = TypeVar("E", bound="TextEnvironment")

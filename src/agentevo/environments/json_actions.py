@@ -22,7 +22,7 @@ import numpy as np
 from gymnasium import spaces
 
 from agentevo.errors import storable
-from agentevo.parsing import ParseError, parse_json
+from agentevo.runtime.parsing import ParseError, parse_json
 
 MAX_BOUNDS = 8
 """The maximum number of different bounds to list. If there are more, only the lowest and the

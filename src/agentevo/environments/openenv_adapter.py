@@ -28,9 +28,9 @@ from websockets.sync.client import ClientConnection, connect
 from agentevo.environments.environment import EnvironmentConfig, environments
 from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment, choose
 from agentevo.errors import ConfigError, EnvironmentFailure, storable
-from agentevo.http_clients import is_loopback, trusted_context
-from agentevo.parsing import ParseError, parse_json
-from agentevo.trace_header import trace_headers
+from agentevo.runtime.http_clients import is_loopback, trusted_context
+from agentevo.runtime.parsing import ParseError, parse_json
+from agentevo.runtime.trace_header import trace_headers
 
 NO_SESSION_LEFT = "CAPACITY_REACHED"
 BAD_ACTION = "VALIDATION_ERROR"

@@ -17,8 +17,8 @@ import pydantic
 from agentevo.environments.environment import EnvironmentConfig, environments
 from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment
 from agentevo.errors import ConfigError
-from agentevo.extras import load_extra
-from agentevo.registry import nearest
+from agentevo.runtime.extras import load_extra
+from agentevo.runtime.registry import nearest
 from agentevo.types import Baselines
 
 FULL_SCORE = 1.0 - 1e-9

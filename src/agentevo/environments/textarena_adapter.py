@@ -29,8 +29,8 @@ from agentevo.environments.environment import EnvironmentConfig, environments
 from agentevo.environments.episode import ActionResult, EpisodicEnvironment
 from agentevo.environments.planning import random_play_success
 from agentevo.errors import ConfigError, EnvironmentFailure
-from agentevo.extras import load_extra
-from agentevo.registry import nearest
+from agentevo.runtime.extras import load_extra
+from agentevo.runtime.registry import nearest
 from agentevo.types import Baselines
 
 LISTING = re.compile(

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from agentevo.config import RunConfig, sources
-from agentevo.device_names import CUDA
+from agentevo.runtime.device_names import CUDA
 
 OWN = "torch"
 FOR_GPUS = ("vllm", "sglang")
@@ -126,7 +126,7 @@ def engine_override(
     if first.model.device not in ("auto", CUDA):
         return []
 
-    from agentevo.devices import find
+    from agentevo.runtime.devices import find
 
     device = find(first.model.device).type
     reasons = (embedded_for(config, is_separate=is_separate) for config in configs)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from agentevo.config import EngineSection
 from agentevo.errors import ConfigError
 from agentevo.inference.engine import EngineFactory, UpdatableEngine
-from agentevo.registry import Registry
+from agentevo.runtime.registry import Registry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,12 +28,12 @@ def check_engine(section: EngineSection) -> None:
         )
 
     if section.type == "vllm":
-        from agentevo.inference.vllm_options import check_options
+        from agentevo.inference.vllm.options import check_options
 
         check_options(section)
 
     if section.type == "sglang":
-        from agentevo.inference.sglang_options import check_options
+        from agentevo.inference.sglang.options import check_options
 
         check_options(section)
 
@@ -43,7 +43,7 @@ def torch_engine(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: EngineSection
 ) -> UpdatableEngine:
     """Embedded: continuous batching in this process, on the trainer's own weights."""
-    from agentevo.inference.torch_engine import TorchEngine
+    from agentevo.inference.embedded.torch_engine import TorchEngine
 
     return TorchEngine(model, tokenizer, section)
 
@@ -53,7 +53,7 @@ def vllm_engine(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: EngineSection
 ) -> UpdatableEngine:
     """vLLM, in processes that this one starts, with its own weights (extra `vllm`)."""
-    from agentevo.inference.vllm_engine import VllmEngine
+    from agentevo.inference.vllm.engine import VllmEngine
 
     return VllmEngine(model, tokenizer, section)
 
@@ -63,6 +63,6 @@ def sglang_engine(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: EngineSection
 ) -> UpdatableEngine:
     """SGLang: an HTTP server, started here or given by its URL (engine.options.url)."""
-    from agentevo.inference.sglang_engine import SglangEngine
+    from agentevo.inference.sglang.engine import SglangEngine
 
     return SglangEngine(model, tokenizer, section)

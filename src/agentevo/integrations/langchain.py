@@ -15,12 +15,12 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from agentevo.agents import Policy
+from agentevo.agents.gateway.answer import AnswerInProgress
+from agentevo.agents.gateway.request import ModelRequest
 from agentevo.agents.rollout_thread import BlockingPolicy
 from agentevo.config import AgentSection
 from agentevo.data.messages import messages_of, tools_of
 from agentevo.errors import BadRequestError, MissingExtraError
-from agentevo.gateway.answer import AnswerInProgress
-from agentevo.gateway.request import ModelRequest
 from agentevo.types import Message, Task, Turn
 
 try:

@@ -27,7 +27,7 @@ from types import MappingProxyType
 import msgspec
 
 from agentevo.errors import CheckpointError, UnusableCheckpointError
-from agentevo.files import sync_to_disk
+from agentevo.runtime.files import sync_to_disk
 
 NAME = "checkpoint.json"
 TRAINING_FILES = frozenset({"trainer.pt", "state.json", NAME})

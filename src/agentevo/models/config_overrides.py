@@ -22,9 +22,9 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from agentevo.errors import ModelError
-from agentevo.files import write_atomic
-from agentevo.parsing import read_json_object
-from agentevo.registry import nearest
+from agentevo.runtime.files import write_atomic
+from agentevo.runtime.parsing import read_json_object
+from agentevo.runtime.registry import nearest
 
 KEY = "model.config_overrides"
 OVERRIDES_FILE = "config_overrides.json"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agentevo.errors import GrammarError, ModelError
-from agentevo.extras import load_extra
+from agentevo.runtime.extras import load_extra
 from agentevo.types import Constraint, TokenMasks
 
 if TYPE_CHECKING:

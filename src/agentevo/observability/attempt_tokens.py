@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from agentevo.observability.attempt_view import select_turns
-from agentevo.pages.text import shown
+from agentevo.observability.pages.text import shown
 from agentevo.types import Trajectory, Turn
 
 TOKENS = 1_500

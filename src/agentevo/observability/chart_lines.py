@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from agentevo.observability.metrics_table import Measured
-from agentevo.pages.charts import Chart, ChartLine
+from agentevo.observability.pages.charts import Chart, ChartLine
 
 Axis = Literal["step", "tokens", "time"]
 X = TypeVar("X", int, float)

@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 
 from agentevo.errors import ConfigError, MissingExtraError
-from agentevo.files import write_atomic
+from agentevo.observability.pages.charts import Chart
 from agentevo.observability.panels import (
     BLUE,
     GREEN,
@@ -30,7 +30,7 @@ from agentevo.observability.panels import (
     fonts,
     leave_room,
 )
-from agentevo.pages.charts import Chart
+from agentevo.runtime.files import write_atomic
 
 LOOKS = [
     (color, dashes)

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Self, TextIO
 
 import msgspec
 
-from agentevo.console import format_duration, open_console, print_line
 from agentevo.observability.metrics import EvaluationMetrics, read_evaluations
 from agentevo.observability.moment import Moment
-from agentevo.pages.words import sparkline
-from agentevo.progress import Hidden, hidden
+from agentevo.observability.pages.words import sparkline
+from agentevo.runtime.console import format_duration, open_console, print_line
+from agentevo.runtime.progress import Hidden, hidden
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -27,10 +27,10 @@ from typing import Self
 import msgspec
 
 from agentevo.errors import TrainingError, UnusableStoreError
-from agentevo.files import must_write, write_atomic
-from agentevo.parsing import ParseError, check_file, parse_json
-from agentevo.trackers import TrackedRow, TrackedTable, Tracking
-from agentevo.trackers.tracking import merge_rows
+from agentevo.observability.trackers import TrackedRow, TrackedTable, Tracking
+from agentevo.observability.trackers.tracking import merge_rows
+from agentevo.runtime.files import must_write, write_atomic
+from agentevo.runtime.parsing import ParseError, check_file, parse_json
 
 MetricsRow = dict[str, float | None]
 """A line of metrics.jsonl: `step`, `time` (Unix seconds) and metrics. None means a number that was

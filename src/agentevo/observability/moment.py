@@ -11,8 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from agentevo.console import format_duration
 from agentevo.errors import AgentEvoError, describe_error, storable
+from agentevo.runtime.console import format_duration
 
 Ended = Literal["", "finished", "stopped", "failed"]
 

@@ -2,8 +2,8 @@
 
 It needs only the files of the run's folder (config.yaml, metrics.jsonl, summary.json, store). So it
 can be written again at any time, even for an interrupted run without a summary. Style, scripts and
-charts are inside the page (pages/still.py), and opening it makes no request. The file is replaced
-in one rename. Only a few attempts are read from the store, however many it has.
+charts are inside the page (observability/pages/still.py), and opening it makes no request. The file
+is replaced in one rename. Only a few attempts are read from the store, however many it has.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from agentevo.errors import ConfigError
-from agentevo.event_loop import in_thread
-from agentevo.files import must_write, write_atomic
 from agentevo.observability.metrics import MetricsRow, read_metrics
 from agentevo.observability.plots import write_plots
 from agentevo.observability.profile_table import PROFILE_TABLE
 from agentevo.observability.summary import read_summary
 from agentevo.observability.trajectory_view import Decode
-from agentevo.parsing import ParseError, parse_yaml, read_text
-from agentevo.paths import short
+from agentevo.runtime.event_loop import in_thread
+from agentevo.runtime.files import must_write, write_atomic
+from agentevo.runtime.parsing import ParseError, parse_yaml, read_text
+from agentevo.runtime.paths import short
 from agentevo.types import Trajectory
 
 if TYPE_CHECKING:

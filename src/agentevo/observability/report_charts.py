@@ -10,7 +10,7 @@ from agentevo.observability.chart_lines import MOST_POINTS, chart_of, thin_peaks
 from agentevo.observability.curves import held_out, wilson_interval
 from agentevo.observability.metrics import EvaluationMetrics, MetricsRow
 from agentevo.observability.metrics_table import Measured
-from agentevo.pages.charts import Chart, ChartLine
+from agentevo.observability.pages.charts import Chart, ChartLine
 
 LEARNING = (
     ("train/success", "Success in training"),

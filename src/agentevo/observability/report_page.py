@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agentevo.console import format_duration
-from agentevo.credentials import without_passwords
 from agentevo.observability import run_now
 from agentevo.observability.curves import held_out, wilson_interval
 from agentevo.observability.metrics import (
@@ -25,11 +23,13 @@ from agentevo.observability.metrics import (
     read_evaluations,
 )
 from agentevo.observability.metrics_table import MetricsTable
+from agentevo.observability.pages.still import CHARTS, render_still
 from agentevo.observability.report_charts import report_charts
 from agentevo.observability.signs import Signs, warnings_in_summary
 from agentevo.observability.still_attempt import StillAttempt
-from agentevo.pages.still import CHARTS, render_still
-from agentevo.parsing import ParseError, parse_yaml
+from agentevo.runtime.console import format_duration
+from agentevo.runtime.credentials import without_passwords
+from agentevo.runtime.parsing import ParseError, parse_yaml
 
 SHOWN_WARNINGS = 50
 Table = tuple[list[str], list[list[str]]]

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from agentevo.console import listen, to_stderr, unlisten
-from agentevo.credentials import without_passwords
+from agentevo.runtime.console import listen, to_stderr, unlisten
+from agentevo.runtime.credentials import without_passwords
 
 MAX_BYTES = 16 * 2**20
 EARLY_LINES = 1000

@@ -9,8 +9,8 @@ from bisect import bisect_left
 from typing import Protocol
 
 from agentevo.observability.metrics_table import Measured
+from agentevo.observability.pages import words
 from agentevo.observability.signs import STEP_METRIC
-from agentevo.pages import words
 
 PACE_STEPS = 20
 """The number of last steps that measure the pace of the run."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from agentevo.errors import ConfigError
-from agentevo.parsing import read_json_object
+from agentevo.runtime.parsing import read_json_object
 
 
 class _EvaluationSummary(msgspec.Struct):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Self, TextIO
 
-from agentevo.console import format_duration, open_console, print_line
+from agentevo.runtime.console import format_duration, open_console, print_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

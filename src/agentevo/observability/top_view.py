@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from agentevo.observability.pages.words import sparkline
 from agentevo.observability.trajectory_view import visible
-from agentevo.pages.words import sparkline
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -16,8 +16,8 @@ import filelock
 import msgspec
 
 from agentevo.errors import ConfigError
-from agentevo.event_loop import in_thread
-from agentevo.files import must_write, write_atomic
+from agentevo.runtime.event_loop import in_thread
+from agentevo.runtime.files import must_write, write_atomic
 
 LOCK_S = 30.0
 

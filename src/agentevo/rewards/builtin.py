@@ -6,13 +6,13 @@ import math
 
 from pydantic import Field, field_validator
 
-from agentevo.event_loop import in_thread
 from agentevo.rewards.answers import find_answer, normalise_text
 from agentevo.rewards.contained import states_answer
 from agentevo.rewards.numerals import readings
 from agentevo.rewards.patterns import Pattern
 from agentevo.rewards.reward import RewardConfig, Score, completion_of, reward
 from agentevo.rewards.stated import AnswerConfig, right_answers, stated_answer
+from agentevo.runtime.event_loop import in_thread
 from agentevo.types import Task, Trajectory
 
 

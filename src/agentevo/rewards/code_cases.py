@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentevo.parsing import ParseError, parse_json
+from agentevo.runtime.parsing import ParseError, parse_json
 from agentevo.types import Task
 
 KEYS = ("tests", "test_list", "test_cases", "input_output", "public_test_cases", "test")

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import msgspec
 from pydantic import Field, JsonValue
 
+from agentevo.environments.sandbox.sandbox import ProgramRun, Sandbox
 from agentevo.errors import SandboxError
-from agentevo.event_loop import in_thread
 from agentevo.rewards.code_cases import CodeTests, cases_of, is_right_output, is_right_value
 from agentevo.rewards.reward import RewardConfig, Score, completion_of, reward
-from agentevo.sandbox.sandbox import ProgramRun, Sandbox
+from agentevo.runtime.event_loop import in_thread
 from agentevo.types import Task, Trajectory
 
 RUNNER = Path(__file__).with_name("function_runner.py")

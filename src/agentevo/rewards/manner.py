@@ -10,10 +10,10 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from agentevo.event_loop import in_thread
-from agentevo.parsing import ParseError, parse_json
 from agentevo.rewards.reward import RewardConfig, Score, completion_of, reward, text_of
 from agentevo.rewards.texts import SCRIPTS, repeated_share, share_of_language, words_of
+from agentevo.runtime.event_loop import in_thread
+from agentevo.runtime.parsing import ParseError, parse_json
 from agentevo.types import Message, Task, Trajectory, Turn
 
 

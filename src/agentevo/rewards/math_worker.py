@@ -12,8 +12,8 @@ import re
 from importlib import import_module
 from typing import Any
 
-from agentevo.json_worker import serve_requests
 from agentevo.rewards.numerals import write_plainly
+from agentevo.runtime.json_worker import serve_requests
 
 MAX_MEMORY = 4 * 2**30
 """The limit of the process's address space, in bytes."""

@@ -23,12 +23,12 @@ import pydantic
 from pydantic import Field
 
 from agentevo.errors import ConfigError, ModelError, RequestTooLongError
-from agentevo.event_loop import gather_all
 from agentevo.rewards.answers import place_of
 from agentevo.rewards.baselines import Baseline, baseline_key
 from agentevo.rewards.openings import check_opening, find_opening, opening_text
 from agentevo.rewards.reward import RewardConfig, Score, ScoredPolicy, reward
 from agentevo.rewards.stated import right_answers
+from agentevo.runtime.event_loop import gather_all
 from agentevo.types import Task, Trajectory, context_of
 
 Measure = Literal["mean", "geometric_mean", "product", "mean_logprob"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from agentevo.extras import load_extra
 from agentevo.rewards.reward import reward
+from agentevo.runtime.extras import load_extra
 from agentevo.types import Task
 
 ENTRY = "entry"

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from agentevo.device_names import DeviceName
+from agentevo.data.message_markers import MessageMarkers, encode_rendering
 from agentevo.errors import ConfigError, ModelError
-from agentevo.event_loop import in_thread
-from agentevo.message_markers import MessageMarkers, encode_rendering
 from agentevo.rewards.reward import RewardConfig, Score, reward, text_of
+from agentevo.runtime.device_names import DeviceName
+from agentevo.runtime.event_loop import in_thread
 from agentevo.types import Message, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -194,8 +194,8 @@ class Classifier:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
         from transformers.utils import logging
 
-        from agentevo.cpu_threads import check_threads
-        from agentevo.devices import find
+        from agentevo.runtime.cpu_threads import check_threads
+        from agentevo.runtime.devices import find
 
         logging.disable_progress_bar()  # the live view uses the terminal
         name = self.config.model

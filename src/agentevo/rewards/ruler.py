@@ -28,7 +28,6 @@ from functools import partial
 from pydantic import Field
 
 from agentevo.errors import storable
-from agentevo.event_loop import in_thread
 from agentevo.rewards.judging import JudgeAnswer, JudgeOptions, all_or_first_error, ask_in_order
 from agentevo.rewards.reward import Score, ScorerModel, Unscored, reward
 from agentevo.rewards.transcripts import (
@@ -46,7 +45,8 @@ from agentevo.rewards.verdicts import (
     objects_in,
     whole_object,
 )
-from agentevo.seeds import derive_seed
+from agentevo.runtime.event_loop import in_thread
+from agentevo.runtime.seeds import derive_seed
 from agentevo.types import Task, Trajectory
 
 RUBRIC = """- Reaching the goal counts most: whoever reaches it is ahead by a wide margin of whoever

@@ -25,8 +25,8 @@ import numpy as np
 
 from agentevo.config.curriculum import Curriculum
 from agentevo.errors import ConfigError
-from agentevo.retry import STORE_RETRY_S, with_retries
-from agentevo.seeds import derive_seed
+from agentevo.runtime.retry import STORE_RETRY_S, with_retries
+from agentevo.runtime.seeds import derive_seed
 from agentevo.store.store import Store
 from agentevo.types import Task
 

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from agentevo.agents.attempt_files import given_files
+from agentevo.agents.tools.state_checks import state_checks
 from agentevo.config import RunConfig
 from agentevo.config.agents import AgentSection, CodeAgentSection
 from agentevo.config.self_play import PROPOSES
@@ -28,11 +29,10 @@ from agentevo.data.messages import messages_of
 from agentevo.data.rows import read_rows
 from agentevo.data.task_forms import AGENT_NAME, PlainRow, plain_row
 from agentevo.errors import BadRequestError, ConfigError
-from agentevo.files import create_atomic
-from agentevo.parsing import read_json_object
-from agentevo.paths import short
 from agentevo.rewards.answers import ANSWER_SCHEMA, check_place
-from agentevo.tools.state_checks import state_checks
+from agentevo.runtime.files import create_atomic
+from agentevo.runtime.parsing import read_json_object
+from agentevo.runtime.paths import short
 from agentevo.types import QUERY_MESSAGES, QUEUED_FOR_STEP, Task
 
 ID_KEYS = ("id", "task_id")

@@ -18,12 +18,12 @@ from typing import Any
 from agentevo.agents.agent import Agent, outcome_of
 from agentevo.agents.policy import Policy
 from agentevo.errors import AgentEvoError, OverreachError, describe_error
-from agentevo.event_loop import TaskScope
 from agentevo.rollout.failures import TIMEOUT_PREFIX, ShowFailure
-from agentevo.signals import Interrupt
+from agentevo.runtime.event_loop import TaskScope
+from agentevo.runtime.signals import Interrupt
+from agentevo.runtime.tracebacks import traceback_of
 from agentevo.store.call_log import AttemptCalls, RunningCall
 from agentevo.store.trace_context import TracedMessage
-from agentevo.tracebacks import traceback_of
 from agentevo.types import Outcome, Status, Task, Trajectory, group_of_agent
 
 MAX_OBSERVATION_CHARS = 4_000

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from agentevo.errors import ConfigError
-from agentevo.seeds import derive_seed
+from agentevo.runtime.seeds import derive_seed
 from agentevo.types import Task
 
 

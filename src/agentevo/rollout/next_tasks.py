@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 
+from agentevo.agents.gateway.refusals import Refusal
 from agentevo.config import RunConfig
-from agentevo.gateway.refusals import Refusal
-from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.outside import OutsideSession, OutsideSessions
 from agentevo.rollout.task_source import TaskSource
+from agentevo.runtime.retry import STORE_RETRY_S, with_retries
 from agentevo.store.records import Lease
 from agentevo.store.store import Store
 from agentevo.types import Task

@@ -29,6 +29,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from agentevo.agents.gateway.refusals import Refusal
+from agentevo.agents.gateway.session import GatewaySession
 from agentevo.agents.policy import Policy
 from agentevo.agents.posted_rewards import PostedReward, outcome_of_rewards
 from agentevo.config import RunConfig
@@ -40,16 +42,14 @@ from agentevo.errors import (
     StoreUnavailableError,
     describe_error,
 )
-from agentevo.gateway.refusals import Refusal
-from agentevo.gateway.session import GatewaySession
 from agentevo.inference.engine import Engine
-from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.group import RolloutGroup
 from agentevo.rollout.sampler import BASELINE, Sampler
 from agentevo.rollout.unstorable import write_storable
+from agentevo.runtime.retry import STORE_RETRY_S, with_retries
+from agentevo.runtime.trace_header import trace_headers
 from agentevo.store.records import Lease, Split
 from agentevo.store.store import Store
-from agentevo.trace_header import trace_headers
 from agentevo.types import Outcome, Status, Task, Trajectory
 
 MAX_OPEN = 4096

@@ -9,11 +9,11 @@ from agentevo.agents.texts import Texts
 from agentevo.config import RunConfig
 from agentevo.config.agents import SingleTurnSection
 from agentevo.errors import EngineError, RequestTooLongError
-from agentevo.event_loop import outside_scopes
 from agentevo.inference.engine import CANT_SCORE, Engine, ScoringEngine
-from agentevo.models.chat import ChatFormat
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.rewards.baselines import BaselineScorers
 from agentevo.rollout.group import InfrastructureFailure
+from agentevo.runtime.event_loop import outside_scopes
 from agentevo.types import Task
 
 BASELINES = "reward_baselines.json"

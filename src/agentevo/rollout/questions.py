@@ -22,13 +22,13 @@ from agentevo.agents.policy import Policy
 from agentevo.agents.single_turn import conversation_of
 from agentevo.config.self_play import PROPOSES, SelfPlay, question_families
 from agentevo.config.tasks import TaskFields
-from agentevo.daemon_threads import call_in_thread, run_in_thread
 from agentevo.data import RowError
 from agentevo.data.conversation import check_text
 from agentevo.errors import ConfigError, UnknownNameError, shown, storable
 from agentevo.rewards.reward import rewards
 from agentevo.rollout.given_tasks import task_of
-from agentevo.tracebacks import describe_failure
+from agentevo.runtime.daemon_threads import call_in_thread, run_in_thread
+from agentevo.runtime.tracebacks import describe_failure
 from agentevo.types import QUERY_MESSAGES, Outcome, Task
 
 QUESTION = "question.json"

@@ -12,9 +12,9 @@ from agentevo.agents.policy import Policy
 from agentevo.agents.remote_policy import RemoteModelPolicy, RemotePolicyConversation
 from agentevo.config import RunConfig
 from agentevo.inference.engine import Engine
-from agentevo.remote_models import RemoteConversations
+from agentevo.inference.remote_models import RemoteConversations
 from agentevo.rollout.sampler import Sampler
-from agentevo.seeds import derive_seed
+from agentevo.runtime.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls, CallLog
 from agentevo.types import SamplingOverrides, Task, Trajectory
 

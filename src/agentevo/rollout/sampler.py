@@ -19,22 +19,18 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from agentevo.agents.agent import Agent
+from agentevo.agents.gateway.gateway import Gateway
 from agentevo.agents.policy import Policy, PolicyGateway
 from agentevo.agents.texts import Declared, TextKeeper, Texts
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import remote_agents, trained_agents
 from agentevo.config.sections import SamplingSection
 from agentevo.config.self_play import PROPOSER, SOLVER
-from agentevo.copies import copy_of_task
 from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError
-from agentevo.event_loop import gather_all
-from agentevo.gateway.gateway import Gateway
-from agentevo.inference.conversation import Conversation
+from agentevo.inference.conversations.conversation import Conversation
 from agentevo.inference.engine import Engine
-from agentevo.models.chat import ChatFormat
-from agentevo.progress import bar
-from agentevo.remote_models import RemoteConversations, RemoteModels
-from agentevo.retry import STORE_RETRY_S, with_retries
+from agentevo.inference.remote_models import RemoteConversations, RemoteModels
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.rewards.baselines import BaselineScorers
 from agentevo.rollout.failures import FirstFailures
 from agentevo.rollout.group import GroupAttempt, InfrastructureFailure, RolloutGroup
@@ -42,11 +38,15 @@ from agentevo.rollout.policy_scores import BASELINES, PolicyScores
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.self_play import role_of
 from agentevo.rollout.unstorable import write_storable
-from agentevo.seeds import derive_seed
+from agentevo.runtime.event_loop import gather_all
+from agentevo.runtime.progress import bar
+from agentevo.runtime.retry import STORE_RETRY_S, with_retries
+from agentevo.runtime.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls, CallLog
 from agentevo.store.records import RETRIES, Split
 from agentevo.store.store import Store
 from agentevo.types import SamplingParams, Task, Trajectory, group_of_agent
+from agentevo.types.copies import copy_of_task
 
 T = TypeVar("T")
 

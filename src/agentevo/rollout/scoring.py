@@ -24,10 +24,10 @@ import pydantic
 from msgspec.structs import replace
 
 from agentevo.agents.environment_thread import EnvironmentThread, Pace
-from agentevo.config.sandbox import SandboxSection
-from agentevo.copies import copy_of_task, copy_of_trajectory
+from agentevo.agents.tools.state_checks import STATE_CHECKS
+from agentevo.environments.sandbox import Sandboxes
+from agentevo.environments.sandbox.section import SandboxSection
 from agentevo.errors import AgentEvoError, ConfigError, OverreachError, describe_error
-from agentevo.event_loop import NoticesBlocks, TaskScope
 from agentevo.rewards import RewardConfig, Score, make_reward
 from agentevo.rewards.returned import plain_number
 from agentevo.rewards.reward import (
@@ -42,12 +42,12 @@ from agentevo.rewards.reward import (
 )
 from agentevo.rollout.failures import NO_REWARD, ShowFailure
 from agentevo.rollout.group import InfrastructureFailure
-from agentevo.sandbox import Sandboxes
-from agentevo.signals import Interrupt
+from agentevo.runtime.event_loop import NoticesBlocks, TaskScope
+from agentevo.runtime.signals import Interrupt
+from agentevo.runtime.tracebacks import describe_function, traceback_of
 from agentevo.store.call_log import AttemptCalls
-from agentevo.tools.state_checks import STATE_CHECKS
-from agentevo.tracebacks import describe_function, traceback_of
 from agentevo.types import Task, Trajectory
+from agentevo.types.copies import copy_of_task, copy_of_trajectory
 
 Calls = Mapping[str, AttemptCalls]
 """Maps a trajectory's id to the record of its calls. Calls of trajectories that are not in the map

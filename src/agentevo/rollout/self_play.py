@@ -30,13 +30,13 @@ from msgspec.structs import replace
 
 from agentevo.config.self_play import PROPOSER, PROPOSES, SOLVER, SelfPlay
 from agentevo.config.tasks import TaskFields
-from agentevo.daemon_threads import call_in_thread
 from agentevo.data.asked import question_key
 from agentevo.errors import ConfigError, StoreError, describe_error
 from agentevo.rollout.given_tasks import content_id, task_of
 from agentevo.rollout.questions import QUESTION, Question, QuestionFamily, task_of_question
-from agentevo.seeds import derive_seed
-from agentevo.tracebacks import traceback_of
+from agentevo.runtime.daemon_threads import call_in_thread
+from agentevo.runtime.seeds import derive_seed
+from agentevo.runtime.tracebacks import traceback_of
 from agentevo.types import Task, Trajectory
 
 HELD_OUT = "held-out"

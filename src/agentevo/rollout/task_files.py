@@ -13,11 +13,11 @@ from agentevo.config.tasks import TaskFields
 from agentevo.data import RowError, RowReport, read_rows
 from agentevo.data.task_forms import AGENT_NAME, row_of
 from agentevo.errors import ConfigError
-from agentevo.extras import load_extra
-from agentevo.files import write_atomic
-from agentevo.registry import nearest
 from agentevo.rewards.numerals import last_numeral
 from agentevo.rollout.given_tasks import task_of
+from agentevo.runtime.extras import load_extra
+from agentevo.runtime.files import write_atomic
+from agentevo.runtime.registry import nearest
 from agentevo.store.export import atomic_file
 from agentevo.types import Task
 

@@ -23,7 +23,7 @@ from agentevo.rollout.questions import make_family
 from agentevo.rollout.self_play import ProposalTasks
 from agentevo.rollout.task_stages import TaskStages, check_stage, of_stage
 from agentevo.rollout.tasks import Purpose, environment_tasks, refill_tasks
-from agentevo.seeds import derive_seed
+from agentevo.runtime.seeds import derive_seed
 from agentevo.store.store import Store
 from agentevo.types import QUEUED_FOR_STEP, Task
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from agentevo.config.task_stages import TaskStage
 from agentevo.errors import ConfigError
-from agentevo.retry import STORE_RETRY_S, with_retries
+from agentevo.runtime.retry import STORE_RETRY_S, with_retries
 from agentevo.store.store import Store
 from agentevo.types import Task
 

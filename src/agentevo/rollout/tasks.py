@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import count as count_from
 from typing import Literal
 
-from agentevo.seeds import derive_seed
+from agentevo.runtime.seeds import derive_seed
 from agentevo.types import Task
 
 Purpose = Literal["train", "eval", "demonstration"]

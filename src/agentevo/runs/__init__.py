@@ -1,1 +1,2 @@
-"""A run's folder: its contents, its owner, and the rules of resuming."""
+"""Runs: the folder of a run, its loop and its processes, and what can be learned from it
+afterwards: audit, evaluation, the checks of `agentevo doctor`."""

@@ -42,9 +42,6 @@ import msgspec
 import numpy as np
 
 from agentevo.errors import StoreError
-from agentevo.penalties import Penalties
-from agentevo.routed_experts import RoutedExperts
-from agentevo.turn_columns import TURN_COLUMNS
 from agentevo.types import (
     Constraint,
     Message,
@@ -52,6 +49,9 @@ from agentevo.types import (
     SamplingOverrides,
     Turn,
 )
+from agentevo.types.penalties import Penalties
+from agentevo.types.routed_experts import RoutedExperts
+from agentevo.types.turn_columns import TURN_COLUMNS
 
 T = TypeVar("T")
 

@@ -29,14 +29,14 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar, Token
 from typing import Self
 
-from agentevo import trace_header
 from agentevo.errors import (
     AgentEvoError,
     DeadlineExceededError,
     StoreUnavailableError,
     describe_error,
 )
-from agentevo.event_loop import in_thread
+from agentevo.runtime import trace_header
+from agentevo.runtime.event_loop import in_thread
 from agentevo.store.calls import LOST_S
 from agentevo.store.store import Store, open_store
 from agentevo.store.trace_context import Asker, TracedMessage, TracePlace, Tracing, span_of

@@ -19,7 +19,6 @@ from typing import Any, TypeVar, cast, get_args
 import msgspec
 
 from agentevo.errors import StoreError
-from agentevo.routed_experts import why_misaligned
 from agentevo.store.blobs import (
     pack_turns,
     to_bytes,
@@ -42,6 +41,7 @@ from agentevo.store.records import (
     TrajectorySummary,
 )
 from agentevo.types import REWARD_PARTS, TIMINGS, FinishReason, Status, Task, Trajectory, Turn
+from agentevo.types.routed_experts import why_misaligned
 
 T = TypeVar("T")
 JSON = msgspec.json.Encoder(order="deterministic")

@@ -26,8 +26,8 @@ from typing import IO, Any, Unpack, cast
 import msgspec
 
 from agentevo.errors import StoreError, UnusableStoreError
-from agentevo.parsing import check_file
-from agentevo.progress import bar
+from agentevo.runtime.parsing import check_file
+from agentevo.runtime.progress import bar
 from agentevo.store.records import StepRecord, StoredTask, StoredTrajectory, TrajectoryFilter
 from agentevo.store.store import Store
 from agentevo.store.streams import PAGE

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from agentevo.files import atomic_folder
+from agentevo.runtime.files import atomic_folder
 
 MAX_FILES_BYTES = 8 * 2**20
 """The maximum number of bytes of all files of a trajectory. MongoDB limits a document to 16 MB."""

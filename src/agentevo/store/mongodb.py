@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import msgspec
 
-from agentevo.credentials import without_password
 from agentevo.errors import MissingExtraError, UnusableStoreError
-from agentevo.event_loop import in_thread
+from agentevo.runtime.credentials import without_password
+from agentevo.runtime.event_loop import in_thread
 from agentevo.store import rules
 from agentevo.store.clock import CLOCK_TOLERANCE_S, Clock, Now
 from agentevo.store.codec import (

@@ -30,10 +30,10 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
-from agentevo.credentials import without_password
 from agentevo.errors import NoStoreError, UnusableStoreError
-from agentevo.extras import load_extra
-from agentevo.progress import bar
+from agentevo.runtime.credentials import without_password
+from agentevo.runtime.extras import load_extra
+from agentevo.runtime.progress import bar
 from agentevo.store.clock import Clock, Now
 from agentevo.store.migrations import migrations
 from agentevo.store.read_only import older_schema, only_read

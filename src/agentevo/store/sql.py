@@ -25,7 +25,7 @@ from agentevo.errors import (
     UnusableStoreError,
     storable,
 )
-from agentevo.event_loop import in_thread
+from agentevo.runtime.event_loop import in_thread
 from agentevo.store import call_rows, leases, ledger, queries, rules
 from agentevo.store.calls import NEVER_SEEN, CallState, StoredCall, check_recorder, encode_call
 from agentevo.store.clock import Now

@@ -34,8 +34,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from agentevo.errors import NoStoreError, StoreError, UnusableStoreError
-from agentevo.event_loop import in_thread
-from agentevo.progress import bar
+from agentevo.runtime.event_loop import in_thread
+from agentevo.runtime.progress import bar
 from agentevo.store.clock import Clock, MachineClock, Now
 from agentevo.store.migrations import migrations
 from agentevo.store.read_only import older_schema, only_read

@@ -40,9 +40,9 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Protocol, Self, Unpack
 
-from agentevo.credentials import with_environment, without_password
 from agentevo.errors import UnusableStoreError
-from agentevo.registry import Registry
+from agentevo.runtime.credentials import with_environment, without_password
+from agentevo.runtime.registry import Registry
 from agentevo.store.calls import CallFilter, StoredCall
 from agentevo.store.clock import Clock
 from agentevo.store.records import (

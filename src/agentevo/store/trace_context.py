@@ -77,7 +77,7 @@ def read_traceparent(text: str) -> TracePlace | None:
 
 
 class Tracing(Protocol):
-    """Makes spans of recorded calls (tracing/tracer.py)."""
+    """Makes spans of recorded calls (observability/tracing/tracer.py)."""
 
     @property
     def contents(self) -> bool:

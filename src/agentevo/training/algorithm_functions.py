@@ -25,11 +25,11 @@ from agentevo.algorithms.estimators import bind_advantage
 from agentevo.algorithms.loss_inputs import LossInputs, LossTables, Terms
 from agentevo.config import AlgorithmSection
 from agentevo.config.algorithm_functions import ADVANTAGES, POLICY_LOSSES
-from agentevo.console import to_stderr
-from agentevo.daemon_threads import call_in_thread
 from agentevo.errors import ConfigError, OverreachError, TrainingError, describe_error
-from agentevo.signals import Interrupt
-from agentevo.tracebacks import traceback_of
+from agentevo.runtime.console import to_stderr
+from agentevo.runtime.daemon_threads import call_in_thread
+from agentevo.runtime.signals import Interrupt
+from agentevo.runtime.tracebacks import traceback_of
 
 LONGEST_S = 600.0
 """The time limit of an advantage for a step, in seconds."""

@@ -35,17 +35,17 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from agentevo.data import ChatRow, RowError
+from agentevo.data.message_markers import THOUGHT_TAGS
 from agentevo.data.messages import REASONING_KEYS
 from agentevo.errors import ModelError
-from agentevo.message_markers import THOUGHT_TAGS
-from agentevo.models.chat import (
+from agentevo.models.chat.chat_format import (
     LONG_TEXT,
     OPENS_THINKING,
     end_of_turn_id,
     special_ids,
     thought_of,
 )
-from agentevo.models.chat_template import TEMPLATE_ERRORS, ChatTemplate
+from agentevo.models.chat.chat_template import TEMPLATE_ERRORS, ChatTemplate
 from agentevo.types import Sample
 
 CHARACTERS_PER_TOKEN = 16

@@ -32,13 +32,13 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentevo.errors import CheckpointError, UnusableCheckpointError
-from agentevo.files import PARTIAL, atomic_folder, sync_to_disk, write_atomic
 from agentevo.models import checkpoint_manifest as manifest
-from agentevo.models.adapters import is_adapter_folder
 from agentevo.models.checkpoint_manifest import CheckpointManifest, TornError
-from agentevo.models.parts import WholeTensors
-from agentevo.models.save import write_model
-from agentevo.parsing import read_json_object
+from agentevo.models.compute.adapters import is_adapter_folder
+from agentevo.models.compute.parts import WholeTensors
+from agentevo.models.files.save import write_model
+from agentevo.runtime.files import PARTIAL, atomic_folder, sync_to_disk, write_atomic
+from agentevo.runtime.parsing import read_json_object
 from agentevo.training.contribution import Contribution
 from agentevo.training.parallel import on_first
 from agentevo.training.state_parts import FOLDER, PartsError, join_state, split_state

@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import distributed
 
-from agentevo.files import sync_to_disk
-from agentevo.models.parts import WeightPart, WholeTensors, give
+from agentevo.models.compute.parts import WeightPart, WholeTensors, give
+from agentevo.runtime.files import sync_to_disk
 from agentevo.training.state_parts import METADATA, PartsError, write_parts
 
 

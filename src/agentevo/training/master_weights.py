@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from agentevo.devices import can_pin
+from agentevo.runtime.devices import can_pin
 from agentevo.training.sharding.layouts import local
 
 

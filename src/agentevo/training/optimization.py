@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from agentevo.config import MemorySection, TrainerSection
 from agentevo.errors import CheckpointError, TrainingError
-from agentevo.models.parts import Stored, WeightPart
+from agentevo.models.compute.parts import Stored, WeightPart
 from agentevo.training.master_weights import MasterWeights, needs_masters
 from agentevo.training.parallel import loss_share, stages, sum_gradients
 from agentevo.training.phases import phase

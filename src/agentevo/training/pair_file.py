@@ -25,8 +25,8 @@ from agentevo.data.messages import MESSAGE_KEYS, is_trained, messages_of
 from agentevo.data.row_report import RowError
 from agentevo.data.rows import read_json_lines
 from agentevo.errors import BadRequestError, ConfigError, ModelError, shown
-from agentevo.models.chat import LONG_TEXT, ChatFormat, num_characters
-from agentevo.parsing import check_file
+from agentevo.models.chat.chat_format import LONG_TEXT, ChatFormat, num_characters
+from agentevo.runtime.parsing import check_file
 from agentevo.training.assistant_tokens import CHARACTERS_PER_TOKEN
 from agentevo.training.pairs import CandidateAnswer, Pair
 from agentevo.training.supervised import conversation_sample

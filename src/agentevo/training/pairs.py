@@ -26,7 +26,7 @@ import torch
 from agentevo.algorithms.equality import EQUAL, levels
 from agentevo.algorithms.presets import PreferenceAlgorithm
 from agentevo.config import AlgorithmSection
-from agentevo.seeds import derive_seed
+from agentevo.runtime.seeds import derive_seed
 from agentevo.training.batching.samples import trajectory_rows
 from agentevo.types import Sample, Trajectory
 

@@ -16,7 +16,7 @@ pipeline (the mesh's dimension "pp") are one rank, too, whose numbers are those 
 
 Only the first process of all uses store and disk: `on_first` runs the code that writes there
 (checkpoints in `checkpoint.py`). In a run the loop is one process, which sends the others their
-work (orchestration/ranks.py).
+work (runs/orchestration/ranks.py).
 
 A process that ends breaks its connections, and the others then fail; if one hangs, the others wait
 until the process group's timeout.

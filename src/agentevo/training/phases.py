@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
-from agentevo.devices import synchronize_started
 from agentevo.observability.profile_table import PREFIX
+from agentevo.runtime.devices import synchronize_started
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from agentevo.algorithms.preference import bind_preference_loss
 from agentevo.config import AlgorithmSection, MemorySection, TrainerSection
-from agentevo.models.positions import context_length
+from agentevo.models.compute.positions import context_length
 from agentevo.training.batching.credit import TurnCredits
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import (
@@ -55,8 +55,8 @@ METRICS = {
 
 
 class PreferenceTrainer:
-    """Has the optimizer of a model that was prepared by `agentevo.models.attention.prepare`, and
-    the reference policy."""
+    """Has the optimizer of a model that was prepared by
+    `agentevo.models.compute.attention.prepare`, and the reference policy."""
 
     def __init__(
         self,

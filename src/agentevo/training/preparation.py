@@ -20,8 +20,8 @@ from agentevo.algorithms.value import explained_variance
 from agentevo.config import AlgorithmSection
 from agentevo.config.routing import recomputes
 from agentevo.errors import TrainingError
+from agentevo.models.compute.routers import KEY
 from agentevo.models.grammar import Grammars
-from agentevo.models.routers import KEY
 from agentevo.training.algorithm_functions import bound_advantage
 from agentevo.training.batching.constrained import masks_of
 from agentevo.training.batching.credit import TurnCredits

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from agentevo.extras import load_extra
+from agentevo.runtime.extras import load_extra
 
 
 def adamw_8bit(

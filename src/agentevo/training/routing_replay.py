@@ -18,7 +18,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from agentevo.errors import TrainingError
-from agentevo.models.routers import KEY, Recording, RouterReplay, routers_of
+from agentevo.models.compute.routers import KEY, Recording, RouterReplay, routers_of
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.routing import check_recorded, with_rows
 from agentevo.training.batching.samples import SampleRow
@@ -39,7 +39,7 @@ class RoutingReplay:
         if mode != "none" and self.routers is None:
             raise TrainingError(
                 f"{KEY}={mode}: the policy's routers are not prepared for it: call "
-                "agentevo.models.routers.routed(model) after prepare(model), or set it to none"
+                "agentevo.models.compute.routers.routed(model) after prepare(model), or set it to none"
             )
 
     @property

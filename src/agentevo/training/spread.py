@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.config import ParallelSection
-from agentevo.models.sharded import check_shard, make_plain, place, shard
+from agentevo.models.compute.sharded import check_shard, make_plain, place, shard
 from agentevo.training.collectives import Ranks
 from agentevo.training.mesh import CONTEXT, EXPERT, SHARING, TENSOR, Meshes
 from agentevo.training.sharding.context_parallel import check_context, context_parallel

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from agentevo.errors import CheckpointError, UnusableCheckpointError
-from agentevo.models.parts import Box, WeightPart
+from agentevo.models.compute.parts import Box, WeightPart
 
 warnings.filterwarnings(
     "ignore", message="torch.distributed is disabled, unavailable or uninitialized"

@@ -17,9 +17,9 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.config import ColdStartSection, MemorySection, SFTSection, TrainerSection
-from agentevo.models.adapters import dropping_out
-from agentevo.models.chat import ChatFormat
-from agentevo.seeds import derive_seed
+from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.compute.adapters import dropping_out
+from agentevo.runtime.seeds import derive_seed
 from agentevo.training.batching.passes import (
     device_of,
     micro_batches,

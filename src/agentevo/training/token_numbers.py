@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from agentevo.files import open_regular, write_atomic
+from agentevo.runtime.files import open_regular, write_atomic
 from agentevo.types import Sample
 
 FOLDER = "token_numbers"

@@ -25,7 +25,7 @@ from agentevo.config import (
     TrainerSection,
 )
 from agentevo.models.grammar import Grammars
-from agentevo.progress import ProgressBar, bar
+from agentevo.runtime.progress import ProgressBar, bar
 from agentevo.training.batching.credit import TurnCredits
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import (
@@ -55,8 +55,8 @@ from agentevo.types import Sample, Trajectory
 
 
 class Trainer:
-    """Has the optimizer of a model that was prepared by `agentevo.models.attention.prepare`, and
-    the models of the other roles."""
+    """Has the optimizer of a model that was prepared by
+    `agentevo.models.compute.attention.prepare`, and the models of the other roles."""
 
     def __init__(
         self,

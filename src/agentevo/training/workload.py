@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from agentevo.models.flops import (
+from agentevo.models.compute.flops import (
     ForwardWork,
     ModelFlops,
     model_flops,

@@ -11,11 +11,11 @@ import pytest
 
 from agentevo.config import AlgorithmSection
 from agentevo.errors import TrainingError
-from agentevo.penalties import Penalties
-from agentevo.routed_experts import RoutedExperts
 from agentevo.training.batching.shaping import shape_by_length
 from agentevo.training.batching.step_plan import StepPlan, plan_digest
 from agentevo.types import Constraint, Message, RemoteTurn, SamplingOverrides, Trajectory, Turn
+from agentevo.types.penalties import Penalties
+from agentevo.types.routed_experts import RoutedExperts
 
 
 def turn(index: int, **changes: Any) -> Turn:

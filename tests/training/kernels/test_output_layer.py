@@ -24,7 +24,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from agentevo.models.attention import prepare
+from agentevo.models.compute.attention import prepare
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels import output_layer
 from agentevo.training.kernels.logprobs import selected_logprobs

@@ -13,7 +13,7 @@ from agentevo.models.tool_calls.llama import read_llama, read_pythonic
 from agentevo.models.tool_calls.named_json import DEEPSEEK, KIMI, MISTRAL
 from agentevo.models.tool_calls.parser import HARMONY, THOUGHTS, ToolCallParser
 from agentevo.models.tool_calls.tags import DSML, GLM, QWEN_CODER, XML
-from agentevo.registry import nearest
+from agentevo.runtime.registry import nearest
 
 _OBJECT = r'\{[ \t\n\r]*"(?:(?:name|arguments|parameters|type|id)"|[napti][a-z]*\\)'
 """A key may have escapes instead of letters."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import torch
 
 from agentevo.config.algorithm_functions import CREDITS
-from agentevo.copies import copy_of_trajectory
-from agentevo.daemon_threads import call_in_thread
 from agentevo.errors import TrainingError, describe_error
 from agentevo.rewards.returned import plain_number
-from agentevo.tracebacks import traceback_of
+from agentevo.runtime.daemon_threads import call_in_thread
+from agentevo.runtime.tracebacks import traceback_of
 from agentevo.types import Trajectory
+from agentevo.types.copies import copy_of_trajectory
 
 TIME_LIMIT_S = 600.0
 """The time limit of a function for one group, in seconds."""

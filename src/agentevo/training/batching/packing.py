@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentevo.models.routers import Routing
-from agentevo.penalties import PenaltyChanges
+from agentevo.models.compute.routers import Routing
 from agentevo.training.batching.routing import merge_keys, node_rows
 from agentevo.training.kernels.token_penalties import PenaltyTable
 from agentevo.training.kernels.tree_attention import TreeAttention
 from agentevo.training.tree import build_tree
 from agentevo.types import Sample
+from agentevo.types.penalties import PenaltyChanges
 
 
 @dataclass(eq=False)

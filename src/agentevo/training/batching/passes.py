@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.models.sharded import any_sharded
+from agentevo.models.compute.sharded import any_sharded
 from agentevo.training.batching.packing import PackedBatch, pack
 from agentevo.training.batching.partition import spread
 from agentevo.training.batching.routing import merge_keys

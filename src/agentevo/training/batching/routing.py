@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from agentevo.errors import TrainingError
-from agentevo.models.routers import KEY, OWN, Routers
-from agentevo.routed_experts import RoutedExperts, join_experts, why_misaligned
+from agentevo.models.compute.routers import KEY, OWN, Routers
 from agentevo.types import Sample, Turn
+from agentevo.types.routed_experts import RoutedExperts, join_experts, why_misaligned
 
 
 def path_rows(name: str, path: Sequence[Turn]) -> RoutedExperts | None:

@@ -19,11 +19,11 @@ import torch
 from agentevo.algorithms.advantage_inputs import AdvantageTables
 from agentevo.algorithms.estimators import Advantage
 from agentevo.errors import TrainingError
-from agentevo.penalties import TokenPenalties
 from agentevo.training.batching.constrained import TurnMasks, join_masks
 from agentevo.training.batching.credit import TurnCredits, credit_table
 from agentevo.training.batching.routing import path_rows
 from agentevo.types import Sample, Trajectory, Turn
+from agentevo.types.penalties import TokenPenalties
 
 Tables: TypeAlias = Mapping[str, torch.Tensor]
 """Name -> numbers of the trained tokens, [S, T]. Row s has those of sample s, from the left."""

@@ -7,7 +7,7 @@ and to prove later what the step trained on.
 Two sequences of trajectories have the same digest only if a step computes the same from both and
 reports the same about them: ids of task and group, attempt, tree, tokens, float32 log-probs,
 versions, temperatures, seeds, messages, rewards and their parts, success, metrics. The chain of
-records (runs/chain.py) protects the plan itself.
+records (runs/folder/chain.py) protects the plan itself.
 """
 
 from __future__ import annotations

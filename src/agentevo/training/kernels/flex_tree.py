@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from agentevo.devices import compiles
+from agentevo.runtime.devices import compiles
 from agentevo.training.tree import TokenTree, segments
 
 BLOCK = 128

@@ -16,10 +16,10 @@ the dense speed, and the memory of a large batch depends neither on R nor on V. 
 is frozen (adapters elsewhere), large batches need no fourth product either: the gradient of log Z
 in the hidden states [R, H] does not depend on the loss, so the forward pass computes it. Only an
 entropy bonus then needs recomputed products. benchmarks/logprobs.py measures this. oneDNN computes
-float32 products on a CPU (models/linear.py), and PyTorch all others. On a GPU, a cell's arithmetic
-is one kernel if the logits are the products times a number. The kernel computes the softmax of a
-cell as fast as it reads and writes the cell. Separate operations would need about ten passes over
-memory, of four bytes a number, instead of one of two bytes.
+float32 products on a CPU (models/compute/linear.py), and PyTorch all others. On a GPU, a cell's
+arithmetic is one kernel if the logits are the products times a number. The kernel computes the
+softmax of a cell as fast as it reads and writes the cell. Separate operations would need about ten
+passes over memory, of four bytes a number, instead of one of two bytes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
-from agentevo.devices import compiles
-from agentevo.models.linear import available, product
+from agentevo.models.compute.linear import available, product
+from agentevo.runtime.devices import compiles
 from agentevo.training.kernels.cells import Cell, Cells
 from agentevo.training.kernels.token_masks import LOWEST, mask_scores
 from agentevo.training.kernels.token_penalties import PenaltyTable

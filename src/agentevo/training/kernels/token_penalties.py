@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from agentevo.penalties import PenaltyChanges
+from agentevo.types.penalties import PenaltyChanges
 
 
 class PenaltyTable(NamedTuple):

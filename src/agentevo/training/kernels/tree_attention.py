@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from agentevo.devices import compiles
-from agentevo.models.routers import Routing
+from agentevo.models.compute.routers import Routing
+from agentevo.runtime.devices import compiles
 from agentevo.training.kernels.attention_kernels import HIDDEN, Flash, Kernel, Math
 from agentevo.training.kernels.flex_tree import FlexTree
 from agentevo.training.tree import TokenTree, TreeSegment, segments
@@ -64,13 +64,13 @@ class _TreeLayout:
 
 
 class TreeAttention:
-    """The attention plan of one packed forward pass (see models/attention.py)."""
+    """The attention plan of one packed forward pass (see models/compute/attention.py)."""
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
         self.tree = tree
         self.device = device
         self.routing: Routing | None = None
-        """Receives the chosen experts (models/routers.py)."""
+        """Receives the chosen experts (models/compute/routers.py)."""
         self._deepest = int(tree.positions.max())
         self.flex = FlexTree(tree, device) if compiles(device.type) else None
         self._layouts: dict[int | None, _TreeLayout] = {}

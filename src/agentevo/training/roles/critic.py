@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from agentevo.algorithms.value import value_loss
 from agentevo.config import CriticSection, MemorySection, TrainerSection
-from agentevo.models.model_copy import copy_policy
-from agentevo.models.parameters import trained_parameters
+from agentevo.models.compute.parameters import trained_parameters
+from agentevo.models.files.model_copy import copy_policy
 from agentevo.models.token_rows import causal_model
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.kernels.output_layer import all_logits, last_hidden

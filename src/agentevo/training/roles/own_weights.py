@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import torch
 
-from agentevo.models.parts import Saved, WeightPart
+from agentevo.models.compute.parts import Saved, WeightPart
 from agentevo.training.sharding.layouts import ShardLayout, kept, part_of
 
 Layouts = Mapping[torch.nn.Parameter, ShardLayout]

@@ -15,8 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.config import MemorySection, ProcessRewardSection, TrainerSection
-from agentevo.models.model_copy import copy_policy
-from agentevo.models.parameters import trained_parameters
+from agentevo.models.compute.parameters import trained_parameters
+from agentevo.models.files.model_copy import copy_policy
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import (
     backward_through_sums,

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from agentevo.config import AlgorithmSection
 from agentevo.errors import ModelError, TrainingError
-from agentevo.models.load import load_base
-from agentevo.models.model_copy import copy_policy
-from agentevo.models.parameters import trained_parameters
-from agentevo.models.sharded import note_change
+from agentevo.models.compute.parameters import trained_parameters
+from agentevo.models.compute.sharded import note_change
+from agentevo.models.files.load import load_base
+from agentevo.models.files.model_copy import copy_policy
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.roles.own_weights import load_weights, weights_of

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from agentevo.errors import TrainingError
-from agentevo.models.attention import AttentionPlan
+from agentevo.models.compute.attention import AttentionPlan
 from agentevo.training.collectives import (
     Ranks,
     heads_exchanged,
@@ -68,7 +68,7 @@ class HeadExchange:
         self.num_nodes = num_nodes
         self.ranks = ranks
         self.routing: Any = getattr(plan, "routing", None)
-        """The routing of the process's stretch (models/routers.py)."""
+        """The routing of the process's stretch (models/compute/routers.py)."""
 
         if self.routing is not None:
             length = -(-num_nodes // ranks.size)

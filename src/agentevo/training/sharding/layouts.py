@@ -18,7 +18,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
-from agentevo.models.parts import Cut, Saved, WeightPart, own_part
+from agentevo.models.compute.parts import Cut, Saved, WeightPart, own_part
 from agentevo.training.collectives import Ranks, owned_given, slices_gathered
 
 _KEY = "_agentevo_layouts"

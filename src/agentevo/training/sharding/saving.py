@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.models.adapters import is_adapted
-from agentevo.models.parts import WeightPart
-from agentevo.models.sharded import skeleton_of
+from agentevo.models.compute.adapters import is_adapted
+from agentevo.models.compute.parts import WeightPart
+from agentevo.models.compute.sharded import skeleton_of
 from agentevo.training.sharding.layouts import layouts_by_name
 
 

@@ -1,0 +1,68 @@
+"""The description of one API of the gateway: how its requests are read, and how its answers, its
+events and its failures are written. The routes (app.py) use only this description."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from agentevo.agents.gateway.memory import Memory
+from agentevo.agents.gateway.refusals import Refusal
+from agentevo.agents.gateway.request import ModelReply, ModelRequest, PromptSize
+from agentevo.models.tool_calls import Delta
+
+Event = dict[str, Any]
+Request = TypeVar("Request", bound=ModelRequest)
+
+
+class AnswerStream(Protocol):
+    """The events of one streamed answer, in their order."""
+
+    def begin(self, prompt: PromptSize) -> list[Event]:
+        """The events before the first token."""
+        ...
+
+    def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
+        """The events for the next pieces of the completion of this number."""
+        ...
+
+    def end(self, replies: Sequence[ModelReply]) -> list[Event]:
+        """How all completions ended."""
+        ...
+
+    def failure_events(self, refusal: Refusal) -> list[Event]:
+        """Why the answer ends here."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Api(Generic[Request]):
+    """See the module."""
+
+    path: str
+    """Below /v1, such as "/chat/completions"."""
+    request_of: Callable[[Mapping[str, Any], Memory], Request]
+    """The request of a body. The memory is the session's; most APIs keep nothing in it. Raises
+    BadRequestError or Refusal for a request that can't be answered."""
+    answer: Callable[[Request, Sequence[ModelReply]], dict[str, Any]]
+    """The body of an answer that is not streamed."""
+    stream: Callable[[Request], AnswerStream]
+    error: Callable[[Refusal], dict[str, Any]]
+    """The body of an answer that is an error."""
+    statuses: Mapping[int, int] = field(default_factory=dict)
+    """Status of the gateway -> the status that this API has in its place."""
+    encode: Callable[[Event], bytes]
+    """An event as it is sent."""
+
+
+def data_event(event: Event) -> bytes:
+    """A server-sent event without a name."""
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def named_event(event: Event) -> bytes:
+    """A server-sent event whose name is its type."""
+    return b"event: " + event["type"].encode() + b"\n" + data_event(event)

@@ -1,0 +1,307 @@
+"""Python functions and classes as tools.
+
+A function is one tool without state. A class gives every attempt its own object, which gets the
+task if the constructor has a parameter `task`; the public methods are the tools. At the end,
+`outcome` is called and returns the attempt's reward (anything that an agent function can return: a
+number, named parts, an Outcome, or None). Then `close` is called. The user sees a failure of
+`close`.
+
+A tool that is not async runs on a thread, so a tool that hangs costs only its call. The methods of
+one object run on one thread, one after the other. The return value of a tool is the result: a text
+or a ToolResult unchanged, anything else as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import pydantic
+
+from agentevo.agents.tools.signature import Signature, checked_options
+from agentevo.agents.tools.tool import ToolResult, ToolSession, ToolSpec
+from agentevo.config.agents import is_async
+from agentevo.config.imports import OF_YOUR_OWN
+from agentevo.config.tools import FunctionToolSection, public_methods, says_cached, tools
+from agentevo.errors import ConfigError, ToolUnavailableError, UnknownNameError, describe_error
+from agentevo.rewards.returned import plain_number
+from agentevo.runtime.console import to_stderr
+from agentevo.runtime.daemon_threads import DedicatedThread, run_in_thread
+from agentevo.runtime.event_loop import in_thread
+from agentevo.runtime.signals import Interrupt
+from agentevo.runtime.tracebacks import traceback_of
+from agentevo.types import Task
+
+CLOSING_S = 10.0
+"""The time limit of an async close. The end of a process also waits this long for the others."""
+
+
+class FunctionTools:
+    """The toolset of a registered function or class; see the module."""
+
+    def __init__(self, section: FunctionToolSection) -> None:
+        """Raises ConfigError for an item whose type hints have no JSON schema, and for options that
+        the constructor does not have."""
+        self.name = section.name
+        self._limit_s = section.timeout_s
+        self._ending: set[DedicatedThread] = set()
+        self._told = set[type]()
+
+        try:
+            self._item = tools.get(section.name)
+        except UnknownNameError as error:
+            raise UnknownNameError(f"{error}{OF_YOUR_OWN}") from None
+
+        self._options = dict(section.options)
+        self._function: _ToolFunction | None = None
+        if not inspect.isclass(self._item):
+            if self._options:
+                raise ConfigError(
+                    f"the tool {section.name!r} is a function, and a function takes no options: "
+                    "make it a class"
+                )
+            self._function = _ToolFunction(section.name, self._item, says_cached(section.name))
+            return
+
+        if section.cache:
+            raise ConfigError(
+                f"the tool {section.name!r} is a class, which has its own state in each attempt: "
+                "its calls can't be cached"
+            )
+
+        self._signatures = {
+            name: Signature(name, method, skip_first=not _is_static(self._item, name))
+            for name, method in public_methods(self._item).items()
+        }
+        self._takes = _constructor(section.name, self._item, self._options)
+        self._options = checked_options(section.name, self._item, self._options)
+
+    @property
+    def has_outcome(self) -> bool:
+        """See Toolset.has_outcome."""
+        return self._function is None and hasattr(self._item, "outcome")
+
+    @asynccontextmanager
+    async def session(self, task: Task, seed: int) -> AsyncIterator[ToolSession]:
+        """See Toolset.session."""
+        if self._function is not None:
+            yield self._function
+            return
+
+        context = {"task": task, "seed": seed}
+        options = self._options | {name: context[name] for name in self._takes}
+        thread = DedicatedThread("tool")
+        instances: list[Any] = []
+
+        def make() -> None:
+            instances.append(self._item(**options))
+
+        try:
+            try:
+                await asyncio.wait_for(thread.call(make), self._limit_s)
+            except TimeoutError:
+                raise ToolUnavailableError(
+                    f"the tool {self.name!r}: {self._item.__name__} was not made within "
+                    f"{self._limit_s:g} s (its timeout_s). It is at:\n{thread.format_stack()}"
+                ) from None
+
+            yield _AttemptObject(instances[0], self._signatures, thread)
+        finally:
+            try:
+                if instances and is_async(getattr(instances[0], "close", None)):
+                    await self._close_async(instances.pop())
+            finally:
+                # This also closes an object that was created after the time limit.
+                thread.end(partial(self._close, instances))
+                self._ending = {busy for busy in self._ending if not busy.has_ended(0)} | {thread}
+
+    async def close(self) -> None:
+        """See Toolset.close."""
+        deadline = time.monotonic() + CLOSING_S
+
+        def wait() -> None:
+            for thread in self._ending:
+                if not thread.is_stuck:
+                    thread.has_ended(max(0.0, deadline - time.monotonic()))
+
+        await in_thread(wait)
+
+    def _close(self, instances: Sequence[Any]) -> None:
+        """Closes the object, if there is one; runs on the object's thread."""
+        try:
+            for item in instances:
+                closing = item.close() if hasattr(item, "close") else None
+                if inspect.isawaitable(closing):
+                    asyncio.run(_await(closing))
+        except BaseException as error:  # noqa: BLE001 (the attempt has its outcome already)
+            self._show(error)
+
+    async def _close_async(self, item: Any) -> None:
+        try:
+            await asyncio.wait_for(item.close(), CLOSING_S)
+        except Interrupt:
+            raise
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (see _close)
+            self._show(error)
+
+    def _show(self, error: BaseException) -> None:
+        if type(error) not in self._told:
+            self._told.add(type(error))
+            to_stderr(
+                f"the tool {self.name}: close failed: {describe_error(error)}\n"
+                f"{traceback_of(error)}"
+            )
+
+
+class _ToolFunction:
+    """One function, shared by all attempts."""
+
+    instructions = ""
+    num_losses = 0
+
+    def __init__(self, name: str, function: Callable[..., Any], cacheable: bool) -> None:
+        self._function = function
+        self._signature = Signature(name, function)
+        spec = self._signature.spec
+        self.specs: Sequence[ToolSpec] = [
+            ToolSpec(
+                name=name,
+                description=spec.description,
+                parameters=spec.parameters,
+                cacheable=cacheable,
+            )
+        ]
+
+    async def prepare(self) -> None:
+        """See ToolSession.prepare."""
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """See ToolSession.call."""
+        call = partial(self._function, **self._signature.read(arguments))
+        if is_async(self._function):
+            return result_of(await call())
+        return await _result(await run_in_thread(lambda: _read(call()), "tool"))
+
+    async def outcome(self) -> Any:
+        """See ToolSession.outcome."""
+        return None
+
+
+class _AttemptObject:
+    """One attempt's object of a class."""
+
+    instructions = ""
+    num_losses = 0
+
+    def __init__(
+        self, item: Any, signatures: Mapping[str, Signature], thread: DedicatedThread
+    ) -> None:
+        self._item = item
+        self._signatures = signatures
+        self._thread = thread
+        self.specs = [signature.spec for signature in signatures.values()]
+
+    async def prepare(self) -> None:
+        """See ToolSession.prepare."""
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """See ToolSession.call."""
+        method = getattr(self._item, name)
+        call = partial(method, **self._signatures[name].read(arguments))
+        return await _result(await self._run(method, lambda: _read(call())))
+
+    async def outcome(self) -> Any:
+        """See ToolSession.outcome."""
+        method = getattr(self._item, "outcome", None)
+        returned = None if method is None else await self._run(method, method)
+        return await returned if inspect.isawaitable(returned) else returned
+
+    async def _run(self, method: Any, call: Callable[[], Any]) -> Any:
+        if is_async(method):
+            return call()
+        if self._thread.is_stuck:
+            raise ToolUnavailableError("an earlier call of these tools has not returned")
+        return await self._thread.call(call)
+
+
+def _read(returned: Any) -> Any:
+    """Serializes a tool's return value on the tool's thread, since a large one takes long."""
+    return returned if inspect.isawaitable(returned) else result_of(returned)
+
+
+async def _result(read: Any) -> ToolResult:
+    """Converts what `_read` returned to a tool result."""
+    return result_of(await read) if inspect.isawaitable(read) else result_of(read)
+
+
+async def _await(awaitable: Any) -> None:
+    await awaitable
+
+
+def result_of(returned: Any) -> ToolResult:
+    """A tool's return value as its result. Raises TypeError or ValueError for one that can't be a
+    result or can't be written as JSON."""
+    if isinstance(returned, ToolResult):
+        if not isinstance(returned.text, str):
+            raise TypeError(f"the text of a ToolResult is a {type(returned.text).__name__}")
+        reward = plain_number(returned.reward, "the reward of a ToolResult")
+        return ToolResult(text=returned.text, is_error=bool(returned.is_error), reward=reward)
+
+    if isinstance(returned, str):
+        return ToolResult(text=returned)
+    if returned is None:
+        return ToolResult(text="")
+
+    try:
+        text = json.dumps(_plain(returned), ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"the tool returned a {type(returned).__name__} that can't be written as JSON: return "
+            "a text"
+        ) from error
+
+    return ToolResult(text=text)
+
+
+def _is_static(item: type, name: str) -> bool:
+    return isinstance(inspect.getattr_static(item, name), staticmethod)
+
+
+def _plain(returned: Any) -> Any:
+    return pydantic.TypeAdapter(Any).dump_python(returned, mode="json")
+
+
+def _constructor(name: str, item: type, options: Mapping[str, Any]) -> list[str]:
+    """Which of the parameters `task` and `seed` the constructor has. Raises ConfigError for unknown
+    and for missing options."""
+    parameters = inspect.signature(item).parameters
+    has_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    unknown = [key for key in options if key not in parameters and not has_any]
+    if unknown:
+        option_names = ", ".join(key for key in parameters if key not in ("task", "seed")) or "none"
+        raise ConfigError(
+            f"the tool {name!r}: {item.__name__} takes no option {unknown[0]!r} "
+            f"(options: {option_names})"
+        )
+
+    takes = [key for key in ("task", "seed") if key in parameters and key not in options]
+    missing = [
+        key
+        for key, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        and key not in options
+        and key not in takes
+    ]
+    if missing:
+        raise ConfigError(
+            f"the tool {name!r}: {item.__name__} needs {missing[0]!r}: give it under `options`"
+        )
+
+    return takes

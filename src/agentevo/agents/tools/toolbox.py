@@ -1,0 +1,488 @@
+"""All tools of an agent: one `Toolbox` in a process, one `AttemptTools` for each attempt.
+
+    toolbox = Toolbox(section.tools)
+    async with toolbox.open(task, seed) as tools:
+        reply = await policy.generate(messages, tools=tools.schemas)
+        results = await tools.call(parsed.tool_calls)
+
+A failure of a call becomes its result: an unknown tool, arguments that are not JSON or that the
+tool does not take, no answer in time, a server that is gone, an exception of the tool's code. It
+costs only the call, and each kind is counted (METRICS). The policy knows a tool by its own name,
+with "_" for characters that APIs and chat templates don't accept. If two toolsets have a tool of
+the same name, each of these becomes TOOLSET__NAME. If names of one toolset become equal, or have no
+accepted letter, all except the first get a number (`a_b_2`, `tool_2`). A name that is too long is
+shortened and ends with a part of its digest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import msgspec
+
+from agentevo.agents.tools.cache import ResultCache
+from agentevo.agents.tools.shorten import shorten_text
+from agentevo.agents.tools.sources import make_toolsets
+from agentevo.agents.tools.state_checks import STATE_CHECKS, StateCheck, state_checks, state_reached
+from agentevo.agents.tools.tool import (
+    Condense,
+    Offering,
+    ToolResult,
+    ToolSession,
+    Toolset,
+    ToolSpec,
+)
+from agentevo.config.tools import ToolSection
+from agentevo.errors import (
+    ConfigError,
+    EnvironmentFailure,
+    ToolArgumentsError,
+    ToolError,
+    ToolUnavailableError,
+    describe_error,
+)
+from agentevo.runtime.console import to_stderr
+from agentevo.runtime.registry import nearest
+from agentevo.runtime.tracebacks import traceback_of
+from agentevo.store.call_log import RunningCall, record_call
+from agentevo.types import Task, ToolCall
+
+METRICS = {
+    "num_tool_calls": "calls that a tool answered",
+    "num_tool_errors": "results that are errors, whatever the reason",
+    "num_unknown_tools": "calls of a tool that does not exist",
+    "num_wrong_arguments": "calls with arguments that the tool does not take",
+    "num_tool_timeouts": "calls without an answer in time",
+    "num_tool_failures": "calls whose tool failed or could not be reached",
+}
+"""Name of a metric of an attempt -> what it counts."""
+UNANSWERED = ("num_unknown_tools", "num_tool_timeouts", "num_tool_failures")
+"""The metrics of calls whose result did not come from a tool."""
+RETRY_PAUSE_S = 0.5
+"""The pause before the second try of a call; each later pause is twice as long."""
+MAX_NAME = 64
+"""The maximum number of characters of a tool's name that models and APIs accept."""
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
+OWN_PARTS = ("tool_results", "call_penalty", "code_penalty", STATE_CHECKS)
+"""The names of the reward parts that come from the agent and not from its tools."""
+LONGEST_ERROR = 10_000
+"""The number of characters of an unknown tool's name that the policy reads."""
+
+
+class Toolbox:
+    """See the module."""
+
+    def __init__(self, sections: Sequence[ToolSection], notify: Callable[[str], None] = to_stderr):
+        """`notify` receives the first exception of each kind from each tool's code. Raises
+        ConfigError for tools that can't be made."""
+        self._offers = [
+            _OfferedToolset(section, toolset)
+            for section in sections
+            for toolset in make_toolsets(section)
+        ]
+        names = Counter(offer.toolset.name for offer in self._offers)
+        twice = next((name for name, count in names.items() if count > 1), None)
+        if twice is not None:
+            raise ConfigError(
+                f"agent.tools: {twice!r} is listed twice: give one entry, or another name"
+            )
+
+        taken = next((n for offer in self._offers if (n := offer.toolset.name) in OWN_PARTS), None)
+        if taken is not None:
+            raise ConfigError(
+                f"agent.tools: the name {taken!r} is reserved for a part of the reward: give the "
+                "entry another name"
+            )
+
+        self._tell = notify
+        self._told = set[tuple[str, type]]()
+        self._cache = ResultCache()
+        self.has_outcome = any(offer.toolset.has_outcome for offer in self._offers)
+        """Whether an attempt's tools give its outcome."""
+
+    @asynccontextmanager
+    async def open(self, task: Task, seed: int) -> AsyncIterator[AttemptTools]:
+        """The tools of one attempt; their state ends with the block. Raises ToolUnavailableError if
+        they can't be opened, and EnvironmentFailure for a task whose `state_checks` are
+        malformed."""
+        try:
+            checks = state_checks(task.metadata)
+        except ValueError as error:
+            raise EnvironmentFailure(f"the task {task.id!r}: metadata: {error}") from error
+
+        async with AsyncExitStack() as stack:
+            sessions = []
+            for offer in self._offers:
+                async with record_call("tool", f"open {offer.toolset.name}"):
+                    session = offer.toolset.session(task, seed)
+                    sessions.append((offer, await stack.enter_async_context(session)))
+            yield AttemptTools(sessions, self._cache, self._show, checks)
+
+    def _show(self, name: str, error: Exception) -> None:
+        """Shows an exception of a tool's code immediately. Otherwise only the policy would see
+        it."""
+        kind = (name, type(error))
+        if kind not in self._told:
+            self._told.add(kind)
+            self._tell(
+                f"the tool {name} failed; the policy gets this error: {describe_error(error)}\n"
+                f"{traceback_of(error)}\n(later failures of this kind are counted)"
+            )
+
+    async def close(self) -> None:
+        """Closes all toolsets, even if one of them raises."""
+        async with AsyncExitStack() as stack:
+            for offer in self._offers:
+                stack.push_async_callback(offer.toolset.close)
+
+
+class _OfferedToolset:
+    """An entry of `agent.tools`, its toolset, and their state in a process."""
+
+    def __init__(self, section: ToolSection, toolset: Toolset) -> None:
+        self.section = section
+        self.toolset = toolset
+        self.room = asyncio.Semaphore(section.max_concurrent)
+
+    def has(self, spec: ToolSpec) -> bool:
+        """Whether the policy may use the tool."""
+        included = self.section.include or ("*",)
+        return _is_called(spec, included) and not _is_called(spec, self.section.exclude)
+
+
+@dataclass(frozen=True)
+class _AttemptTool:
+    """One tool of an attempt."""
+
+    offer: _OfferedToolset
+    session: ToolSession
+    spec: ToolSpec
+
+    @property
+    def is_cached(self) -> bool:
+        cache_option = self.offer.section.cache
+        return self.spec.cacheable if cache_option is None else cache_option
+
+
+class AttemptTools:
+    """The tools of one attempt; see the module. Calls may overlap."""
+
+    def __init__(
+        self,
+        sessions: Sequence[tuple[_OfferedToolset, ToolSession]],
+        cache: ResultCache,
+        show: Callable[[str, Exception], None],
+        checks: Sequence[StateCheck] = (),
+    ) -> None:
+        """`checks`: the task's checks of the final state. Raises ConfigError if there are no
+        tools."""
+        self._sessions = sessions
+        self._num_losses = {id(session): session.num_losses for _, session in sessions}
+        """The number of state losses before the attempt."""
+        self._cache = cache
+        self._show = show
+        self._checks = checks
+        _check_included(sessions)
+        self._tools = _by_name(
+            [
+                _AttemptTool(offer, session, spec)
+                for offer, session in sessions
+                for spec in session.specs
+                if offer.has(spec)
+            ]
+        )
+        self._by_full_name = {
+            tool.spec.full_name: tool for tool in self._tools.values() if tool.spec.full_name
+        }
+
+        if sessions and not self._tools:
+            names = ", ".join(offer.toolset.name for offer, _ in sessions)
+            if not any(session.specs for _, session in sessions):
+                raise ConfigError(
+                    f"agent.tools: {names} has no tools: check `agentevo tools inspect`, and name "
+                    "a server that has some"
+                )
+            raise ConfigError(f"agent.tools: `exclude` removes every tool of {names}: change it")
+
+        self.instructions = "\n\n".join(
+            session.instructions for _, session in sessions if session.instructions
+        )
+        """The text about the tools that the policy reads before the task."""
+        self.schemas = [tool.spec.schema(name) for name, tool in self._tools.items()]
+        """The schemas in OpenAI's form, under the names that the policy knows."""
+        self.metrics: Counter[str] = Counter()
+        """The counters, by the names of METRICS."""
+        self.condense: Condense | None = None
+        """Shortens results before the policy reads them."""
+
+    async def call(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """Makes all calls concurrently, and returns their results in order."""
+        return list(await asyncio.gather(*map(self._answer, calls)))
+
+    async def offers(self) -> tuple[list[str], list[str]]:
+        """A line for each prompt and each resource of the servers. Raises ToolUnavailableError."""
+        prompts: list[str] = []
+        resources: list[str] = []
+        for _, session in self._sessions:
+            if isinstance(session, Offering):
+                offered = await session.offers()
+                prompts += offered[0]
+                resources += offered[1]
+
+        return prompts, resources
+
+    async def outcomes(self) -> dict[str, Any]:
+        """The outcome of the attempt by each toolset that gives one, and by the task's
+        `state_checks`. Raises their errors, and EnvironmentFailure if a toolset does not answer."""
+        outcomes: dict[str, Any] = {}
+        for offer, session in self._sessions:
+            limit_s = offer.section.timeout_s
+            limit = asyncio.timeout(limit_s)
+            try:
+                async with limit:
+                    if offer.toolset.has_outcome:
+                        await session.prepare()
+                        self._check_kept(offer, session)
+                    outcomes[offer.toolset.name] = await session.outcome()
+            except TimeoutError as error:
+                if not limit.expired():  # the tool raised it
+                    raise
+                raise EnvironmentFailure(
+                    f"the tools {offer.toolset.name!r} gave no outcome of the attempt within "
+                    f"{limit_s:g} s"
+                ) from error
+
+        if self._checks:
+            outcomes[STATE_CHECKS] = await state_reached(self._checks, self._check_call)
+
+        return {name: outcome for name, outcome in outcomes.items() if outcome is not None}
+
+    async def _check_call(self, call: ToolCall) -> tuple[ToolResult, bool]:
+        """The result of a check's call, and whether it came from a tool. Raises EnvironmentFailure
+        if the attempt's state was lost."""
+        metrics = self.metrics
+        condense = self.condense
+        self.metrics = Counter()
+        self.condense = None
+        try:
+            result = await self._answer(call)
+            was_answered = not any(self.metrics[name] for name in UNANSWERED)
+        finally:
+            self.metrics = metrics
+            self.condense = condense
+
+        bound = self._find_tool(call.name)
+        if bound is not None:
+            self._check_kept(bound.offer, bound.session)
+        return result, was_answered
+
+    def _check_kept(self, offer: _OfferedToolset, session: ToolSession) -> None:
+        """Raises EnvironmentFailure if the state that the attempt's calls left was lost."""
+        if session.num_losses > self._num_losses[id(session)]:
+            raise EnvironmentFailure(
+                f"the server of the tools {offer.toolset.name!r} was restarted during the attempt: "
+                "its state is no longer the state that the calls left"
+            )
+
+    async def _answer(self, call: ToolCall) -> ToolResult:
+        async with record_call("tool", call.name) as recorded:
+            recorded.keep(arguments=call.arguments)
+            result = await self._call_recorded(call, recorded)
+            bound = self._find_tool(call.name)
+            if self.condense is not None and bound is not None and not result.is_error:
+                condensed = await self.condense(bound.spec, call, result.text)
+                if condensed is not None:
+                    recorded.keep(whole_result=result.text, summary_problem=condensed.problem)
+                    result = msgspec.structs.replace(result, text=condensed.text)
+
+            longest = LONGEST_ERROR if bound is None else bound.offer.section.max_result_chars
+            result = msgspec.structs.replace(result, text=shorten_text(result.text, longest))
+            if result.is_error:
+                self.metrics["num_tool_errors"] += 1
+                recorded.outcome("failed", result.text)
+
+            recorded.keep(result=result.text)
+
+        return result
+
+    def _find_tool(self, name: str) -> _AttemptTool | None:
+        return self._tools.get(name) or self._by_full_name.get(name)
+
+    async def _call_recorded(self, call: ToolCall, recorded: RunningCall) -> ToolResult:
+        """Makes a call, and returns the result that the policy reads. A failure becomes a result,
+        too."""
+        bound = self._find_tool(call.name)
+        if bound is None:
+            self.metrics["num_unknown_tools"] += 1
+            guess = nearest(call.name, list(self._tools))
+            hint = f"did you mean {guess}? " if guess else ""
+            tool_names = ", ".join(self._tools) or "none"
+            return _error(f"there is no tool {call.name!r}: {hint}tools: {tool_names}")
+
+        recorded.note(toolset=bound.offer.toolset.name)
+        try:
+            result = await self._result(bound, _arguments(call))
+        except ToolArgumentsError as error:
+            self.metrics["num_wrong_arguments"] += 1
+            return _error(str(error))
+        except ToolError as error:
+            result = _error(str(error))
+        except _NoAnswerError:
+            self.metrics["num_tool_timeouts"] += 1
+            return _error(f"{call.name}: no answer within {bound.offer.section.timeout_s:g} s")
+        except ToolUnavailableError as error:
+            self.metrics["num_tool_failures"] += 1
+            return _error(f"{call.name} can't be reached: {error}")
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            self.metrics["num_tool_failures"] += 1  # the tool's own wait was cancelled
+            return _error(f"{call.name} failed: what it waited for was cancelled")
+        except Exception as error:  # noqa: BLE001 (a tool's exception costs only its call)
+            self.metrics["num_tool_failures"] += 1
+            self._show(call.name, error)
+            return _error(f"{call.name} failed: {describe_error(error)}")
+
+        self.metrics["num_tool_calls"] += 1
+        recorded.note(characters=len(result.text), reward=result.reward)
+        return result
+
+    async def _result(self, bound: _AttemptTool, arguments: dict[str, Any]) -> ToolResult:
+        if not bound.is_cached:
+            return await self._try_call(bound, arguments)
+
+        key = (
+            bound.offer.toolset.name,
+            bound.spec.name,
+            json.dumps(arguments, sort_keys=True),
+        )
+        return await self._cache.get(key, lambda: self._try_call(bound, arguments))
+
+    async def _try_call(self, bound: _AttemptTool, arguments: dict[str, Any]) -> ToolResult:
+        """Makes the call, and repeats it if the server could not be reached."""
+        limit = asyncio.timeout(None)
+        section = bound.offer.section
+        tries = 0
+        pause = RETRY_PAUSE_S
+        while True:
+            try:
+                await bound.session.prepare()
+                async with bound.offer.room:
+                    limit = asyncio.timeout(section.timeout_s)
+                    async with limit:
+                        return await bound.session.call(bound.spec.name, arguments)
+            except TimeoutError as error:
+                if limit.expired():
+                    raise _NoAnswerError from error
+                raise  # the tool raised it
+            except ToolUnavailableError as error:
+                if tries >= section.retries or (error.was_sent and not bound.is_cached):
+                    raise
+
+            tries += 1
+            await asyncio.sleep(pause)
+            pause *= 2
+
+
+def _is_called(spec: ToolSpec, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in spec.names for pattern in patterns)
+
+
+class _NoAnswerError(Exception):
+    """A call has not returned within its time limit."""
+
+
+def _check_included(sessions: Sequence[tuple[_OfferedToolset, ToolSession]]) -> None:
+    """Raises ConfigError for a name or pattern of `include` that matches no tool."""
+    for section in {id(offer.section): offer.section for offer, _ in sessions}.values():
+        specs = [
+            spec
+            for offer, session in sessions
+            if offer.section is section
+            for spec in session.specs
+        ]
+        names = [spec.name for spec in specs]
+        for pattern in section.include:
+            if not any(_is_called(spec, [pattern]) for spec in specs):
+                guess = nearest(pattern, names)
+                hint = f"did you mean {guess}? " if guess else ""
+                raise ConfigError(
+                    f"agent.tools: include: no tool is called {pattern!r}: {hint}"
+                    f"there are {', '.join(names) or 'none'}"
+                )
+
+
+def _arguments(call: ToolCall) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ToolArgumentsError(
+            f"the arguments of {call.name} are no JSON ({error}): give an object"
+        ) from None
+
+    if not isinstance(arguments, dict):
+        raise ToolArgumentsError(f"the arguments of {call.name} are no JSON object")
+
+    return arguments
+
+
+def _error(text: str) -> ToolResult:
+    return ToolResult(text=f"Error: {text}", is_error=True)
+
+
+def _by_name(tools: Sequence[_AttemptTool]) -> dict[str, _AttemptTool]:
+    """The tools by the names that the policy knows, in order."""
+    owners: dict[str, set[str]] = {}
+    for tool in tools:
+        owners.setdefault(_plain_name(tool.spec.name), set()).add(tool.offer.toolset.name)
+
+    preferred = []
+    for tool in tools:
+        name = _plain_name(tool.spec.name)
+        if len(owners[name]) > 1:
+            name = f"{_plain_name(tool.offer.toolset.name)}__{name}"
+        preferred.append(_short_name(name))
+
+    # The tool whose original name this is keeps it; the others get a number, in any order.
+    names: dict[int, str] = {}
+    taken = set[str]()
+    for number in sorted(range(len(tools)), key=lambda i: preferred[i] != tools[i].spec.name):
+        names[number] = _free_name(preferred[number], taken)
+        taken.add(names[number])
+
+    return {names[number]: tool for number, tool in enumerate(tools)}
+
+
+def _plain_name(name: str) -> str:
+    """The name with only the characters that APIs accept in a name."""
+    plain = _NOT_IN_NAMES.sub("_", name)
+    return plain if plain.strip("_-") else "tool"
+
+
+def _short_name(name: str) -> str:
+    if len(name) <= MAX_NAME:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name[: MAX_NAME - len(digest) - 1]}_{digest}"
+
+
+def _free_name(name: str, taken: Collection[str]) -> str:
+    """The name, with the lowest number that makes it unique if it is taken."""
+    candidate = name
+    for number in itertools.count(2):
+        if candidate not in taken:
+            break
+        end = f"_{number}"
+        candidate = f"{name[: MAX_NAME - len(end)]}{end}"
+    return candidate

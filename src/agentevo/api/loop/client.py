@@ -1,0 +1,308 @@
+"""`agentevo.Client`: a training loop on one machine, the model on another (server.py). It has the
+methods of a loop in one process, imports no torch, and shares no folder with the server.
+
+Requests are repeated for `patience_s` while the server is unreachable; repeating any of them is
+safe. After a restart of the server, the client opens the model again, and it continues from its
+newest committed step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from agentevo.agents.policy import AttemptSession
+from agentevo.api.loop.encoding import decode, encode
+from agentevo.api.loop.errors import ModelNotOpenError, UnknownAttemptError
+from agentevo.api.loop.group import Group
+from agentevo.api.loop.model import TrainableModel
+from agentevo.api.loop.program_parts import ProgramParts
+from agentevo.api.loop.records import (
+    Answers,
+    Checkpoint,
+    EndedAttempts,
+    ModelState,
+    NewAttempt,
+    OpenedService,
+    ServiceRequest,
+    Settled,
+    Submitted,
+    TrainedSubmission,
+)
+from agentevo.api.loop.tunnel import Tunnel, pinned_context
+from agentevo.api.loop.wire import (
+    ASK_AGAIN,
+    NAME,
+    PREFIX,
+    ListedModel,
+    Named,
+    NewGroup,
+    OpenModel,
+    WireFailure,
+    error_of,
+)
+from agentevo.config.rewards import Reward
+from agentevo.config.sources import plain_option
+from agentevo.errors import ConfigError, EngineUnavailableError, shown
+from agentevo.inference.remote_models import RemoteConversations
+from agentevo.inference.serving.address import EngineAddress
+from agentevo.runtime.event_loop import in_thread
+from agentevo.runtime.seeds import derive_seed
+
+T = TypeVar("T")
+
+PATIENCE_S = 60.0
+"""How long to wait for an unreachable server."""
+ANSWER_S = 120.0
+"""The time limit of one answer. The server always sends one in time, at least that the result is
+not ready yet."""
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
+NAMED_SECTIONS = ("model", "algorithm")
+
+
+class Client:
+    """Connects your training loop to the models of an `agentevo server`:
+    `async with agentevo.Client(url, key) as client`. A client belongs to one event loop."""
+
+    def __init__(self, url: str, key: str, *, patience_s: float = PATIENCE_S) -> None:
+        """`url` is the address that `agentevo server` printed, `key` the content of the key file
+        that it named. Raises ConfigError if one of them is invalid."""
+        self._address = EngineAddress.read(url, what="a server", printed_by="server")
+        if not isinstance(key, str) or not re.fullmatch("[0-9a-f]{64}", key.strip()):
+            raise ConfigError(
+                "this is not a key: give the content of the file that `agentevo server` named"
+            )
+
+        self._headers = {"Authorization": f"Bearer {key.strip()}"}
+        self._patience_s = patience_s
+        self._http: httpx.AsyncClient | None = None
+        self._tunnel: Tunnel | None = None
+
+    async def __aenter__(self) -> Self:
+        verify: Any = True
+        if self._address.certificate:
+            verify = await in_thread(pinned_context, self._address)
+            self._tunnel = Tunnel(self._address, verify)
+
+        self._http = httpx.AsyncClient(
+            base_url=self._address.url,
+            headers=self._headers,
+            verify=verify,
+            trust_env=False,
+            timeout=httpx.Timeout(ANSWER_S, connect=10.0, pool=None),
+            limits=httpx.Limits(max_connections=256, max_keepalive_connections=32),
+        )
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        if self._tunnel is not None:
+            self._tunnel.close()
+        if self._http is not None:
+            await self._http.aclose()
+            self._http = None
+
+    async def models(self) -> list[ListedModel]:
+        """The server's models, in order of their names."""
+        return await self.request("GET", "", kind=list[ListedModel])
+
+    @asynccontextmanager
+    async def open_model(
+        self,
+        name: str,
+        *,
+        rewards: Sequence[Reward] = (),
+        remote_models: Mapping[str, Any] = MappingProxyType({}),
+        agents: Mapping[str, Any] | None = None,
+        **sections: Any,
+    ) -> AsyncIterator[TrainableModel]:
+        """Opens the model `name` on the server. It is new, continues from its newest committed
+        step, or is shared with other clients that have it open. `sections` are the sections of a
+        recipe, as in `agentevo.open_model`; a resumed run keeps every setting that you do not pass.
+        After the block the model stays open on the server until `close_model`.
+
+        `rewards`, `remote_models` and the agents that they play belong to this program. It calls
+        them itself. The server does not know them, so every program passes them again."""
+        if not re.fullmatch(NAME, name):
+            raise ConfigError(
+                f"{shown(name)} is not a valid model name: use letters, digits, `-`, `_` and `.`"
+            )
+
+        options = {
+            key: plain_option(value, named=key in NAMED_SECTIONS)
+            for key, value in sections.items()
+            if value is not None
+        }
+        program = ProgramParts.read(rewards, remote_models, agents or {})
+        if agents is not None:
+            options["agents"] = program.agents
+
+        connection = _ServedModel(self, name, options, program)
+        try:
+            yield TrainableModel(connection, await connection.open_model(), program.rewards)
+        finally:
+            program.close()
+
+    async def close_model(self, name: str) -> None:
+        """Ends the model's run on the server and writes a checkpoint. You can open it again."""
+        await self.request("POST", f"/{quote(name, safe='')}/close", kind=dict)
+
+    def base(self) -> str:
+        """The base URL of the server's gateway, for other API clients. Blocks briefly."""
+        return self._address.url if self._tunnel is None else self._tunnel.base
+
+    async def request(self, method: str, path: str, body: Any = None, *, kind: type[T]) -> T:
+        """Sends a request and returns the answer, without a time limit. Raises the server's error,
+        or EngineUnavailableError if the server is unreachable."""
+        content = None if body is None else await in_thread(encode, body)
+        ends = time.monotonic() + self._patience_s
+        pause = FIRST_PAUSE_S
+        while True:
+            try:
+                answer = await self.http.request(method, PREFIX + path, content=content)
+                if answer.status_code == ASK_AGAIN:
+                    ends = time.monotonic() + self._patience_s
+                    pause = FIRST_PAUSE_S
+                    continue
+
+                if answer.is_success:
+                    return await in_thread(decode, answer.content, kind)
+
+                raise _failure(answer)
+            except httpx.TransportError as error:
+                if time.monotonic() + pause >= ends:
+                    raise EngineUnavailableError(
+                        f"{self._address.url} does not answer ({type(error).__name__} {error}): "
+                        "is `agentevo server` running there?"
+                    ) from error
+
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    @property
+    def http(self) -> httpx.AsyncClient:
+        """The HTTP connections. Raises ConfigError if the client is closed."""
+        if self._http is None:
+            raise ConfigError("the client is closed: use it in `async with agentevo.Client(...)`")
+        return self._http
+
+
+def _failure(answer: httpx.Response) -> Exception:
+    try:
+        return error_of(decode(answer.content, WireFailure))
+    except Exception:  # noqa: BLE001 (it is no server of ours)
+        return EngineUnavailableError(
+            f"{answer.request.url} answers {answer.status_code}: it is not an `agentevo server`"
+        )
+
+
+class _ServedModel:
+    """A Connection to a model at a server."""
+
+    def __init__(
+        self, client: Client, name: str, sections: Mapping[str, Any], program: ProgramParts
+    ) -> None:
+        self._client = client
+        self._path = f"/{quote(name, safe='')}"
+        self._sections = dict(sections)
+        self._program = program
+        self._seed = 0
+
+    async def open_model(self) -> ModelState:
+        body = OpenModel(sections=self._sections)
+        state = await self._client.request("POST", self._path, body, kind=ModelState)
+        self._seed = state.seed
+        return state
+
+    async def _ask(self, method: str, path: str, body: Any = None, *, kind: type[T]) -> T:
+        """Sends a request to the model, and opens it again if the server was restarted."""
+        try:
+            return await self._client.request(method, self._path + path, body, kind=kind)
+        except ModelNotOpenError:
+            await self.open_model()
+            return await self._client.request(method, self._path + path, body, kind=kind)
+
+    async def state(self) -> ModelState:
+        return await self._ask("GET", "", kind=ModelState)
+
+    async def group(self, task_id: str, *, greedy: bool) -> str:
+        body = NewGroup(task_id=task_id, greedy=greedy)
+        return (await self._ask("POST", "/groups", body, kind=Named)).id
+
+    async def open(self, attempt: NewAttempt) -> OpenedService:
+        new = msgspec.structs.replace(attempt, elsewhere=list(self._program.remote_models))
+        return await self._ask("POST", "/attempts", new, kind=OpenedService)
+
+    async def generate(self, attempt: OpenedService, ask: ServiceRequest) -> Answers:
+        return await self._of_attempt(attempt, "generate", ask, kind=Answers)
+
+    def session(self, attempt: OpenedService, agent: str = "") -> AttemptSession:
+        return AttemptSession(self._client.base(), attempt.keys[agent])
+
+    async def remote(self, attempt: OpenedService) -> RemoteConversations | None:
+        if not self._program.remote_models:
+            return None
+        name = next(iter(attempt.names.values()))
+        seed = derive_seed(self._seed, name)
+        return RemoteConversations(self._program.remote_models, name=name, seed=seed)
+
+    @property
+    def remote_agents(self) -> Mapping[str, str]:
+        return self._program.remote_agents
+
+    async def settle(self, attempt: OpenedService) -> Settled:
+        return await self._of_attempt(attempt, "settle", {}, kind=Settled)
+
+    async def end(self, attempt: OpenedService) -> EndedAttempts:
+        return await self._of_attempt(attempt, "end", {}, kind=EndedAttempts)
+
+    async def _of_attempt(
+        self, attempt: OpenedService, what: str, body: Any, *, kind: type[T]
+    ) -> T:
+        path = f"{self._path}/attempts/{attempt.handle}/{what}"
+        try:
+            return await self._client.request("POST", path, body, kind=kind)
+        except ModelNotOpenError as error:  # its server was restarted, so the attempt is gone
+            raise UnknownAttemptError(str(error)) from error
+
+    async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
+        submitted = Submitted(groups=list(groups))
+        while True:
+            named = await self._ask("POST", "/steps", submitted, kind=Named)
+            try:
+                path = f"{self._path}/steps/{named.id}"
+                return await self._client.request("GET", path, kind=TrainedSubmission)
+            except ModelNotOpenError:
+                continue  # its server was restarted, and may not have trained on it
+
+    async def save(self) -> None:
+        await self._ask("POST", "/save", {}, kind=dict)
+
+    async def checkpoints(self) -> list[Checkpoint]:
+        return await self._ask("GET", "/checkpoints", kind=list[Checkpoint])
+
+    async def fetch(self, checkpoint: Checkpoint, name: str, to: Path) -> None:
+        url = f"{PREFIX}{self._path}/checkpoints/{checkpoint.step}/{quote(name)}"
+        try:
+            async with self._client.http.stream("GET", url) as answer:
+                if not answer.is_success:
+                    await answer.aread()
+                    raise _failure(answer)
+                with to.open("wb") as file:
+                    async for piece in answer.aiter_raw():
+                        await in_thread(file.write, piece)
+        except httpx.TransportError as error:
+            raise EngineUnavailableError(
+                f"{name} of the checkpoint of step {checkpoint.step} was not received completely "
+                f"({type(error).__name__}): fetch it again"
+            ) from error

@@ -1,0 +1,28 @@
+"""Sandboxes for unreviewed code: one warm Python interpreter for each trajectory, without access to
+the network, to host files or to host variables."""
+
+from agentevo.environments.sandbox import (  # noqa: F401 (they register themselves)
+    bubblewrap,
+    landlock,
+    remote,
+    unconfined,
+)
+from agentevo.environments.sandbox.opening import Sandboxes
+from agentevo.environments.sandbox.sandbox import (
+    Execution,
+    Failure,
+    ProgramRun,
+    Sandbox,
+    SandboxTool,
+    sandboxes,
+)
+
+__all__ = [
+    "Execution",
+    "Failure",
+    "ProgramRun",
+    "Sandbox",
+    "SandboxTool",
+    "Sandboxes",
+    "sandboxes",
+]

@@ -1,0 +1,183 @@
+"""Sandboxes without any program to install: landlock for files, seccomp for system calls, rlimits,
+and namespaces if the kernel lets this user create them.
+
+There are four ways. The first one that works in a trial is used:
+
+    namespaces        root: own processes, network, mounts; an unused user
+    user namespaces   an ordinary user: the same within a user namespace
+    own user          root in a container: an unused user, and no namespaces
+    same user         an ordinary user without namespaces; Linux 6.12 or newer, so that landlock
+                      keeps signals inside
+
+docs/sandbox.md lists the guarantees that the last two ways lack.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentevo.environments.sandbox.inside.confine import first_closed_folder, landlock_version
+from agentevo.environments.sandbox.launch import (
+    INSIDE,
+    SYSTEM,
+    SYSTEM_FILES,
+    SandboxLaunch,
+    new_uid,
+    package_folders,
+    python_folders,
+    python_program,
+    supervisor_settings,
+)
+from agentevo.environments.sandbox.local import LocalKind
+from agentevo.environments.sandbox.sandbox import sandboxes
+from agentevo.environments.sandbox.seccomp import is_supported, seccomp_program
+from agentevo.environments.sandbox.stale import new_folder
+from agentevo.errors import SandboxError
+
+if TYPE_CHECKING:
+    from agentevo.environments.sandbox.section import SandboxSection
+
+WAYS = ("namespaces", "user namespaces", "own user", "same user")
+SCOPED = 6
+"""The version of landlock that keeps signals inside."""
+_TRIAL_S = 20
+
+
+@sandboxes.register("landlock")
+class Landlock(LocalKind):
+    """Landlock, seccomp and rlimits, with namespaces if possible; nothing to install."""
+
+    name = "landlock"
+
+    def obstacle(self) -> str:
+        if sys.platform != "linux":
+            return "it exists on Linux only"
+        if not is_supported():
+            return "there is no list of system calls for this processor"
+        if landlock_version() == 0:
+            return "the kernel has no landlock (Linux 5.13 or newer, with lsm=landlock)"
+        if working_way():
+            return ""
+
+        reasons = "; ".join(f"{way}: {_try_way(way)}" for way in _possible_ways())
+        return f"no way works here ({reasons})"
+
+    def launch(self, section: SandboxSection) -> SandboxLaunch:
+        way = working_way()
+        if not way:
+            raise SandboxError(f"landlock: {self.obstacle()}")
+        return launch_by(way, section)
+
+
+def launch_by(way: str, section: SandboxSection) -> SandboxLaunch:
+    """The start of a sandbox by one of WAYS."""
+    uid = new_uid() if way in ("namespaces", "own user") else None
+    has_namespace = "namespaces" in way
+
+    folder = new_folder()
+    if uid is not None:
+        os.chown(folder, uid, uid)
+
+    packages = package_folders(section)
+    argv, read = _confine(way, folder, uid, packages, section.disk_mib, section.max_files)
+    settings = supervisor_settings(
+        section, work=str(folder), counts_processes=has_namespace or uid is not None
+    )
+
+    return SandboxLaunch(
+        [*argv, python_program(), "-I", "-S", "-B", str(INSIDE / "supervisor.py")],
+        settings,
+        pass_fds=(read,),
+        owned_uid=uid,
+        folder=None if has_namespace else folder,
+        work=str(folder),
+        has_namespace=has_namespace,
+        clean=lambda: shutil.rmtree(folder, ignore_errors=True),
+    )
+
+
+def _confine(
+    way: str, folder: Path, uid: int | None, packages: list[str], disk_mib: int, max_files: int
+) -> tuple[list[str], int]:
+    """The command that confines and starts the program, and a handle that it inherits."""
+    read, write = os.pipe()
+    os.write(write, seccomp_program(keeps_attributes=way == "same user"))
+    os.close(write)
+
+    shown = [*python_folders(), *packages, str(INSIDE)]
+    unreachable = [path for path in shown if uid is not None and first_closed_folder(path)]
+    settings = {
+        "filter": read,
+        "namespaces": "namespaces" in way,
+        "user_namespace": way == "user namespaces",
+        "uid": uid,
+        "work": str(folder),
+        "disk_mib": disk_mib,
+        "max_files": max_files,
+        "readable": [*SYSTEM, *SYSTEM_FILES, *shown],
+        "unreachable": unreachable,
+    }
+    confine = [python_program(), "-I", "-S", "-B", str(INSIDE / "confine.py"), json.dumps(settings)]
+    return confine, read
+
+
+@cache
+def working_way() -> str:
+    """The first of WAYS that works here, or an empty text."""
+    return next((way for way in _possible_ways() if not _try_way(way)), "")
+
+
+def _possible_ways() -> list[str]:
+    if os.geteuid() == 0:
+        return ["namespaces", "own user"]
+    return ["user namespaces", *(["same user"] if landlock_version() >= SCOPED else [])]
+
+
+@cache
+def _try_way(way: str) -> str:
+    """Tries a way. Returns why it does not work, or an empty text."""
+    folder = new_folder()
+    uid = new_uid() if way in ("namespaces", "own user") else None
+    try:
+        if uid is not None:
+            os.chown(folder, uid, uid)
+
+        argv, read = _confine(way, folder, uid, [], 1, 100)
+        try:
+            tried = subprocess.run(
+                [*argv, python_program(), "-I", "-S", "-c", _trial(folder)],
+                capture_output=True,
+                timeout=_TRIAL_S,
+                check=False,
+                cwd="/",
+                env={},
+                pass_fds=(read,),
+            )
+        finally:
+            os.close(read)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+    error_lines = tried.stderr.decode("utf-8", "replace").strip().splitlines()
+    return "" if tried.returncode == 0 else (error_lines or ["it gives no reason"])[-1][:300]
+
+
+def _trial(folder: Path) -> str:
+    """A program that fails if it is not confined."""
+    return f"""
+import os
+open({str(folder / "trial")!r}, "w").close()
+try:
+    os.listdir("/etc")
+except PermissionError:
+    pass
+else:
+    raise SystemExit("files of the host can be read")
+"""

@@ -1,0 +1,603 @@
+"""One conversation with the policy, recorded token for token as a tree of turns. The agent's handle
+(agents/policy.py) wraps a conversation. Other interfaces to the same engine can do the same.
+
+`complete(messages)` takes the whole history, as a chat API does. It finds the longest recorded
+history that the messages begin with (history.py) and encodes only the messages after it, so the
+model's own text is never encoded again. A history that was edited matches less, and its turn starts
+a new branch or root (types.Turn.parent). A request with other tools also starts a new root, because
+the template writes the tools before the first message. Messages that come back in another form than
+recorded are counted (drift.py). Token ids in place of messages are matched against the recorded
+ids, and so is a plain text (plain_prompts.py).
+
+Every request gets its own seed, derived from the conversation's seed and the request's number.
+Calls may overlap: turns are numbered in the order in which they end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import msgspec
+
+from agentevo.errors import (
+    BadRequestError,
+    EngineError,
+    EngineUnavailableError,
+    GrammarError,
+    ListenerError,
+    RequestTooLongError,
+    shown,
+)
+from agentevo.inference.conversations.drift import (
+    Drift,
+    DriftPlace,
+    TokenDifference,
+    first_difference,
+)
+from agentevo.inference.conversations.history import Histories, HistoryMatch, HistoryNode
+from agentevo.inference.conversations.plain_prompts import (
+    PlainTexts,
+    checked_ids,
+    recorded_beginning,
+)
+from agentevo.inference.engine import Engine, SleepingEngine, TokenListener
+from agentevo.inference.listening import StreamedTokens
+from agentevo.models.chat.answer_form import AnswerForm, grammar_of
+from agentevo.models.chat.chat_format import LONG_TEXT, ChatFormat, is_long, num_characters
+from agentevo.models.chat.chat_template import ToolSchemas
+from agentevo.runtime.event_loop import gather_all, in_thread, outside_scopes
+from agentevo.runtime.seeds import derive_seed
+from agentevo.store.call_log import AttemptCalls, RunningCall
+from agentevo.store.trace_context import TracedMessage
+from agentevo.types import (
+    Completion,
+    Constraint,
+    Message,
+    SamplingOverrides,
+    SamplingParams,
+    Turn,
+    context_of,
+)
+from agentevo.types.penalties import Penalties
+from agentevo.types.routed_experts import why_misaligned
+
+CompletionListener = Callable[[int, Sequence[int], Sequence[float]], None]
+"""A function that gets the tokens of a call's completions as they are sampled. Its arguments are
+the completion's number from 0, the token ids, and their log-probs (see TokenListener)."""
+MAX_COMPLETIONS = 1024
+"""The most completions of one call."""
+COUNTED_CHARACTERS = 16
+"""The most characters that `count_tokens` accepts per token of the model's context. Most texts have
+4 characters per token."""
+
+
+def check_count(n: int) -> None:
+    """Raises BadRequestError if one call can't ask for this number of completions."""
+    if not 1 <= n <= MAX_COMPLETIONS:
+        raise BadRequestError(f"n is {shown(n)}: ask for 1 to {MAX_COMPLETIONS} completions")
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """The prompt of a call, and how it joins the recorded turns."""
+
+    parent: int | None
+    added: list[int]
+    """The ids after the parent's completion; the whole prompt if the turn is a root."""
+    ids: list[int]
+    """The ids of the whole prompt."""
+    new_messages: list[Message]
+    last_message: HistoryNode | None = None
+    """The last message of the history; None for a prompt of token ids or a text."""
+    text: str | None = None
+    """The whole prompt, if it is a plain text."""
+
+
+class Conversation:
+    """See the module. `sampling` has the defaults of every call. `timeout_s` is the time limit of
+    each request."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        chat: ChatFormat,
+        sampling: SamplingParams,
+        *,
+        name: str,
+        seed: int,
+        context_length: int,
+        timeout_s: float,
+        calls: AttemptCalls | None = None,
+    ) -> None:
+        self._engine = engine
+        self._chat = chat
+        self._sampling = sampling
+        self._name = name
+        self._seed = seed
+        self._context_length = context_length
+        self._timeout_s = timeout_s
+        self._num_requests = 0
+        self._turns: list[Turn] = []
+        self._children: dict[int | None, list[int]] = {}
+        """Turn -> the turns that extend it; None -> the roots."""
+        self._histories = Histories()
+        self._answers: list[HistoryNode | None] = []
+        """The message of each turn; None if the turn answered token ids or a text."""
+        self._texts = PlainTexts(chat, self._context)
+        self._discarded: set[int] = set()
+        self._malformed: dict[int, int] = {}
+        """Turn -> the number of its malformed tool calls."""
+        self._pending: Counter[int] = Counter()
+        """The version when a call was made -> the number of such calls without an answer."""
+        self._closed = False
+        self.calls = calls or AttemptCalls(None, name)
+        """The record of this conversation's calls."""
+        self.drift = Drift()
+        """Messages that came back in another form than recorded."""
+        self.broken: BaseException | None = None
+        """The engine's first failure, even if the agent handled it. A request that is too long does
+        not count, because it is the agent's failure."""
+
+    @property
+    def name(self) -> str:
+        """The engine's name for this conversation. For an attempt, the id of its trajectory."""
+        return self._name
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The turns recorded so far, without rewards."""
+        return list(self._turns)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest version of the weights that sampled any token so far, or that served when a
+        waiting call was made. None before the first call. A call that was made while no engine was
+        known has no version."""
+        versions = [min(turn.versions) for turn in self._turns if turn.versions]
+        pending = (version for version, count in self._pending.items() if count and version >= 0)
+        return min([*versions, *pending], default=None)
+
+    @property
+    def slept_s(self) -> float:
+        """The seconds that the engine has slept so far. They do not count towards the time limits
+        of its callers."""
+        return self._engine.slept_s if isinstance(self._engine, SleepingEngine) else 0.0
+
+    async def complete(
+        self,
+        prompt: Sequence[Message] | Sequence[int] | str,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        overrides: SamplingOverrides | None = None,
+        form: AnswerForm | None = None,
+        n: int = 1,
+        listen: CompletionListener | None = None,
+        sized: Callable[[int, int], None] | None = None,
+        top_logprobs: int = 0,
+        drawn: Callable[[Sequence[Completion]], None] | None = None,
+    ) -> list[Turn]:
+        """Samples `n` answers of the policy and records them as turns with one parent. Either all
+        of them are recorded, or none. The prompt is a history that ends with another party's
+        message, token ids, or a plain text. `tools` are JSON schemas in OpenAI's form, which the
+        chat template writes into the prompt. `form`: the form that the answers must have. `listen`
+        gets every token of every completion before this function returns, the tokens of one
+        completion in order. `sized` is called before the first token with the number of tokens in
+        the prompt, and how many of them were recorded. `drawn` gets the sampled completions, each
+        with the `top_logprobs` likeliest tokens at each position.
+
+        Raises BadRequestError for an invalid request, RequestTooLongError when the context is
+        full, GrammarError for a form that can't be enforced, DeadlineExceededError when the engine
+        is late, ListenerError when `listen` raises.
+        """
+        check_count(n)
+        grammar = grammar_of(form, self._chat, tools, prompt)
+
+        joined = await self._join(prompt, ToolSchemas.of(tools))
+        room = self._context_length - len(joined.ids)
+        if room < 1:
+            raise RequestTooLongError(
+                f"the conversation has {len(joined.ids)} tokens, the model's context is "
+                f"{self._context_length}: allow fewer turns"
+            )
+
+        if sized is not None:
+            sized(len(joined.ids), len(joined.ids) - len(joined.added))
+
+        request_fields = {
+            "grammar": grammar,
+            "top_logprobs": top_logprobs,
+            "routed_from": max(len(joined.ids) - len(joined.added) - 1, 0),
+        }
+        requests = [
+            msgspec.structs.replace(self._request(overrides, number, room), **request_fields)
+            for number in range(n)
+        ]
+        call = self.calls.call("policy", "generate", prompt_tokens=len(joined.ids))
+        with self._waiting(), call:
+            completions = await self._all_completed(joined.ids, requests, listen)
+            turns = [
+                self._record(joined, sampling, completion)
+                for sampling, completion in zip(requests, completions, strict=True)
+            ]
+            self._note_answers(call, turns, prompt, tools, joined.ids)
+
+        if drawn is not None:
+            drawn(completions)
+
+        return turns
+
+    def _note_answers(
+        self,
+        call: RunningCall,
+        turns: Sequence[Turn],
+        prompt: Sequence[Message] | Sequence[int] | str,
+        tools: Sequence[Mapping[str, Any]] | None,
+        ids: Sequence[int],
+    ) -> None:
+        """Records a call: its metadata for the store and, if the run is traced, the messages for
+        its span. `ids`: the whole prompt of the turns."""
+        versions = [version for turn in turns for version in turn.versions]
+        call.note(
+            turn=turns[0].index,
+            completions=len(turns),
+            completion_tokens=sum(len(turn.completion_ids) for turn in turns),
+            version=max(versions, default=-1),
+        )
+        tracing = call.tracing
+        if tracing is None:
+            return
+
+        has_contents = tracing.contents
+        call.traced_message = TracedMessage(
+            messages=_messages_of(prompt) if has_contents else (),
+            answers=[turn.messages[-1] for turn in turns] if has_contents else (),
+            tools=msgspec.json.encode(tools).decode() if has_contents and tools else "",
+            finish_reasons=[turn.finish_reason for turn in turns],
+            temperature=turns[0].temperature,
+            texts=partial(self._decode, ids, turns) if tracing.token2text else None,
+        )
+
+    def _decode(self, ids: Sequence[int], turns: Sequence[Turn]) -> tuple[str, list[str]]:
+        decode = self._chat.tokenizer.decode
+        completions = [str(decode(list(turn.completion_ids))) for turn in turns]
+        return str(decode(list(ids))), completions
+
+    async def count_tokens(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> int:
+        """The number of tokens in the prompt that `complete` would send for this history. The
+        prompt may be longer than the model's context. Records nothing, and counts no drift. Raises
+        RequestTooLongError if the history is far longer than the context."""
+        written = ToolSchemas.of(tools)
+        match = self._histories.find(written, messages)
+        new = list(messages[match.known :])
+        characters = num_characters(new) + len(written.as_json)
+        longest = max(COUNTED_CHARACTERS * self._context_length, LONG_TEXT)
+        if characters > longest or len(new) > max(self._context_length, LONG_TEXT):
+            raise RequestTooLongError(
+                f"the {len(new)} messages to count have {characters} characters, far more than "
+                f"the model's context of {self._context_length} tokens: shorten them"
+            )
+
+        added = await self._encode_new(match, new)
+        return len(self._recorded_of(match)) + len(added)
+
+    async def check(self, prompt: str | Sequence[int | Message]) -> None:
+        """Checks a prompt that is a text or token ids. Raises the same errors as `complete`."""
+        await self._join(prompt, ToolSchemas())
+
+    def recognise(self, turn: int, message: Message) -> None:
+        """Registers another form of the answer of turn `turn`: a history with `message` in its
+        place also matches the turn. A caller needs this if it passes answers on with tool calls and
+        reasoning parsed from their text. A client may send the message back in yet another form
+        (equivalence.py)."""
+        answer = self._answers[turn]
+        if answer is None:
+            raise BadRequestError(
+                f"turn {turn} answered a prompt of token ids, which has no messages"
+            )
+        self._histories.serves_clients = answer.is_given = True
+        if message not in answer.forms:
+            answer.recognise(message)
+            self.drift.record(answer, message)
+
+    def note_malformed(self, turn: int, count: int) -> None:
+        """Records the number of malformed tool calls in the answer of turn `turn`. Callers that
+        parse tool calls from the text use it."""
+        self._malformed[turn] = count
+
+    def discard(self, turn: int) -> None:
+        """Marks the answer of turn `turn` as not delivered. An undelivered answer earned no reward,
+        so the attempt is recorded without it. If a later turn continues from it, it was delivered
+        after all."""
+        self._discarded.add(turn)
+        answer = self._answers[turn]
+        if answer is not None:
+            answer.is_lost = True
+
+    def _is_lost(self, turn: int) -> bool:
+        return turn in self._discarded and turn not in self._children
+
+    @property
+    def received(self) -> list[int]:
+        """The indices of all turns except those that were not delivered."""
+        return [turn.index for turn in self._turns if not self._is_lost(turn.index)]
+
+    def turns_to_record(self, rewards: Mapping[int, float]) -> list[Turn]:
+        """The turns for the trajectory with their rewards, which are given by index. Turns that
+        were not delivered are left out, and the others are renumbered."""
+        numbers = {index: number for number, index in enumerate(self.received)}
+        turns = []
+        for index, number in numbers.items():
+            turn = self._turns[index]
+            parent = None if turn.parent is None else numbers[turn.parent]
+            reward = rewards.get(index, 0.0)
+            if (number, parent, reward) != (turn.index, turn.parent, turn.reward):
+                turn = msgspec.structs.replace(turn, index=number, parent=parent, reward=reward)
+            turns.append(turn)
+
+        return turns
+
+    def metrics(self) -> dict[str, float]:
+        """The conversation's metrics for the trajectory. Empty if nothing drifted, all answers were
+        delivered, and every tool call was well formed."""
+        received = self.received
+        counts = {
+            "num_undelivered": len(self._turns) - len(received),
+            "num_malformed_calls": sum(self._malformed.get(turn, 0) for turn in received),
+        }
+        return self.drift.metrics() | {name: float(n) for name, n in counts.items() if n}
+
+    def prompt_ids(self, turn: int) -> list[int]:
+        """The ids of the whole context that turn `turn` answered."""
+        return context_of(self._turns, turn)
+
+    def first_difference(self, place: DriftPlace) -> TokenDifference | None:
+        """Encodes a whole request, and returns the first token that differs from the recorded one,
+        or None. Raises ModelError for messages that the template refuses."""
+        recorded = self._context(place.turn)
+        rendered = self._chat.first_prompt(place.messages, place.tools)
+        return first_difference(
+            recorded, rendered, lambda ids: str(self._chat.tokenizer.decode(list(ids)))
+        )
+
+    @property
+    def chat(self) -> ChatFormat:
+        """The chat format that turns messages into tokens."""
+        return self._chat
+
+    def opening(self, turn: Turn) -> str:
+        """The text that the prompt of a turn put in the assistant's place, such as "<think>\\n"."""
+        return self._chat.opening_of(turn.prompt_ids)
+
+    async def close(self) -> None:
+        """Ends the conversation and frees the engine's memory of it. Later calls fail."""
+        self._closed = True
+        await self._engine.release(self._name)
+
+    async def _join(self, prompt: str | Sequence[int | Message], tools: ToolSchemas) -> _Prompt:
+        if isinstance(prompt, str):
+            return await self._join_text(prompt)
+        if prompt and isinstance(prompt[0], int):
+            return self._join_ids(cast("Sequence[int]", prompt))
+
+        messages = cast("Sequence[Message]", prompt)
+        match = self._histories.find(tools, messages)
+        before = self._recorded_of(match)
+        new = list(messages[match.known :])
+        self._check_length(len(before), num_characters(new) + len(tools.as_json), len(new))
+        added = await self._encode_new(match, new)
+        parent = None if match.answer is None else match.answer.turn
+        self.drift.count(match)
+
+        return _Prompt(parent, added, before + added, new, self._histories.add(match))
+
+    def _recorded_of(self, match: HistoryMatch) -> list[int]:
+        """The ids up to the answer that a request continues from."""
+        turn = None if match.answer is None else match.answer.turn
+        return [] if turn is None else self._context(turn)
+
+    async def _encode_new(self, match: HistoryMatch, new: list[Message]) -> list[int]:
+        """The ids of the messages after that answer."""
+        tools = match.root.tools
+        parent = None if match.answer is None else match.answer.turn
+
+        def encode() -> list[int]:
+            if parent is None:
+                return self._chat.first_prompt(new, tools)
+            ended_with_stop = self._turns[parent].completion_ids[-1] in self._chat.end_ids
+            return self._chat.continuation(new, ended_with_stop=ended_with_stop, tools=tools)
+
+        # Short messages are encoded in this thread, so that the order of events decides which
+        # requests share a step.
+        return await in_thread(encode) if is_long(new) else encode()
+
+    def _context(self, turn: int) -> list[int]:
+        """All ids up to and including the turn's completion."""
+        return context_of(self._turns, turn) + list(self._turns[turn].completion_ids)
+
+    def _check_length(self, num_recorded: int, added: int, messages: int = 0) -> None:
+        """Raises RequestTooLongError if even the shortest encoding of `added` characters in
+        `messages` messages, after `num_recorded` tokens, exceeds the context. Each message has at
+        least the token that ends it."""
+        tokens = num_recorded + max(added // self._chat.longest_token, messages)
+        if tokens >= self._context_length:
+            raise RequestTooLongError(
+                f"the {added} characters added to the conversation are at least {tokens} tokens, "
+                f"and the model's context is {self._context_length}: shorten the observations"
+            )
+
+    async def _join_text(self, prompt: str) -> _Prompt:
+        self._check_length(0, len(prompt))
+        long = len(prompt) > LONG_TEXT
+        ids = await in_thread(self._texts.ids_of, prompt) if long else self._texts.ids_of(prompt)
+        if not ids:
+            raise BadRequestError("the prompt is empty: give at least one character")
+        return replace(self._join_ids(ids), text=prompt)
+
+    def _join_ids(self, prompt: Sequence[int]) -> _Prompt:
+        if len(prompt) >= self._context_length:
+            raise RequestTooLongError(
+                f"the prompt has {len(prompt)} tokens, the model's context is "
+                f"{self._context_length}: shorten it"
+            )
+
+        ids = checked_ids(prompt, self._chat.num_tokens)
+        num_recorded, parent = recorded_beginning(ids, self._turns, self._children)
+        return _Prompt(parent, ids[num_recorded:], ids, [])
+
+    def _request(
+        self, overrides: SamplingOverrides | None, number: int, room: int
+    ) -> SamplingParams:
+        """The sampling settings of a call's completion `number`. If the call gives a seed, the
+        first completion uses it, and the seeds of the others are derived from it."""
+        override_values = {} if overrides is None else overrides.given()
+        self._check_penalties(override_values.get("penalties"))
+        longest = min(override_values.pop("max_new_tokens", self._sampling.max_new_tokens), room)
+
+        seed = derive_seed(self._seed, "turn", self._num_requests)
+        if "seed" in override_values:
+            first = override_values.pop("seed")
+            seed = derive_seed(first, "completion", number) if number else first
+
+        self._num_requests += 1
+        return msgspec.structs.replace(
+            self._sampling, **override_values, seed=seed, max_new_tokens=longest
+        )
+
+    def _check_penalties(self, penalties: Penalties | None) -> None:
+        """Raises BadRequestError for penalties that leave no token to sample."""
+        if penalties is None:
+            return
+
+        problem = penalties.problem
+        size = len(self._chat.tokenizer)
+        if problem is None and penalties.last_token >= size:
+            problem = f"logit_bias names token {penalties.last_token}: the model has {size}"
+        if problem is not None:
+            raise BadRequestError(f"penalties: {problem}")
+
+    def _record(self, joined: _Prompt, sampling: SamplingParams, completion: Completion) -> Turn:
+        message = Message("assistant", self._chat.text(completion.ids))
+        turn = Turn(
+            index=len(self._turns),
+            parent=joined.parent,
+            prompt_ids=joined.added,
+            completion_ids=completion.ids,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            finish_reason=completion.finish_reason,
+            temperature=sampling.temperature,
+            seed=sampling.seed,
+            overrides=self._changed_overrides(sampling),
+            constraint=Constraint(
+                grammar=sampling.grammar, end_ids=sampling.stop_token_ids, masks=completion.masks
+            )
+            if sampling.grammar
+            else None,
+            penalties=sampling.penalties,
+            routed_experts=completion.routed_experts,
+            messages=[*joined.new_messages, message],
+            tools=joined.last_message.tools.as_json
+            if joined.last_message and joined.parent is None
+            else "",
+        )
+        if turn.routed_experts is not None and (wrong := why_misaligned(turn)):
+            raise EngineError(f"the engine's answer can't be recorded: {wrong}")
+
+        self._turns.append(turn)
+        self._children.setdefault(turn.parent, []).append(turn.index)
+        answer = None if joined.last_message is None else joined.last_message.add(message, -1)
+        self._answers.append(answer)
+
+        if answer is not None:
+            answer.turn = turn.index
+            self.drift.record(answer, message)
+
+        if joined.text is not None:
+            self._texts.note_answer(joined.text, message.text, turn.index, turn.completion_ids)
+
+        return turn
+
+    def _changed_overrides(self, sampling: SamplingParams) -> SamplingOverrides | None:
+        """The request's settings that differ from this conversation's sampling settings."""
+        base = self._sampling
+        changed = {
+            name: getattr(sampling, name)
+            for name in ("temperature", "top_p", "top_k", "min_p")
+            if getattr(sampling, name) != getattr(base, name)
+        }
+        return SamplingOverrides(**changed) if changed else None
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Counts a call as pending during the block, under the version that serves when it
+        begins."""
+        if self._closed:
+            raise EngineError(
+                f"the attempt {self._name} has ended: its agent was broken off and can't send "
+                "more requests"
+            )
+
+        version = self._engine.version
+        self._pending[version] += 1
+        try:
+            yield
+        finally:
+            self._pending[version] -= 1
+
+    async def _all_completed(
+        self, ids: list[int], requests: Sequence[SamplingParams], listen: CompletionListener | None
+    ) -> list[Completion]:
+        """Runs the requests at once, and returns one completion for each. The first failure cancels
+        the others."""
+        completions = [
+            self._complete(ids, sampling, None if listen is None else partial(listen, number))
+            for number, sampling in enumerate(requests)
+        ]
+        return await gather_all(completions) if len(requests) > 1 else [await completions[0]]
+
+    async def _complete(
+        self, ids: list[int], sampling: SamplingParams, listen: TokenListener | None
+    ) -> Completion:
+        """The engine's answer. A failure is also stored in `broken`."""
+        streamed = None if listen is None else StreamedTokens(listen)
+        try:
+            with outside_scopes():  # the engine's own tasks outlive the attempt
+                completion = await self._engine.generate(
+                    ids,
+                    sampling,
+                    session=self._name,
+                    deadline_s=self._timeout_s,
+                    listen=None if streamed is None else streamed.add,
+                )
+
+            if streamed is not None:
+                streamed.finish(completion)
+
+            return completion
+        except (RequestTooLongError, GrammarError, ListenerError):
+            raise
+        except asyncio.CancelledError:
+            if self._engine.version < 0:
+                self.broken = self.broken or EngineUnavailableError(
+                    "no engine answered before the attempt was broken off"
+                )
+            raise
+        except Exception as error:
+            self.broken = self.broken or error
+            raise
+
+
+def _messages_of(prompt: Sequence[Message] | Sequence[int] | str) -> Sequence[Message]:
+    """A copy of the messages, since the caller's list may grow. Empty for token ids."""
+    if isinstance(prompt, str):
+        return (Message("user", prompt),)
+    is_chat = bool(prompt) and not isinstance(prompt[0], int)
+    return tuple(cast("Sequence[Message]", prompt)) if is_chat else ()

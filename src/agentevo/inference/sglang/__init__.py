@@ -1,0 +1,1 @@
+"""An SGLang server as an engine, over HTTP."""

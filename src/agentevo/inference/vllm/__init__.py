@@ -1,0 +1,1 @@
+"""vLLM as an engine, in processes of its own."""

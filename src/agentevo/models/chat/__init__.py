@@ -1,0 +1,1 @@
+"""Chat formats: messages to token ids and back, by the model's template."""

@@ -1,0 +1,234 @@
+"""Renders messages as text with a tokenizer's chat template.
+
+A message becomes the mapping that templates read. Content is a text. The arguments of a tool call
+are parsed from JSON into a mapping (or stay a text if they are not a JSON object), because most
+templates write JSON themselves. Reasoning is under the keys that the template mentions. Some
+templates need calls in another form (DeepSeek-R1: arguments as a text, calls only if content is
+None). Each template is tried once, see `CallForm`. Content that a template does not render is
+refused, except reasoning, which templates strip from earlier turns. Special tokens that a text
+spells out are cut (message_markers.py): `encode_rendering` makes ids of a rendering.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from agentevo.data.message_markers import MessageMarkers
+from agentevo.data.messages import REASONING_KEYS
+from agentevo.errors import ModelError
+from agentevo.models.chat.template_rendering import current_render
+from agentevo.types import ImagePart, Message, ToolCall
+
+TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
+"""The exceptions that a template may raise, since it may do anything with its input."""
+_CALL = "probecall"
+_ARGUMENT = "probeargument"
+
+
+@dataclass(frozen=True)
+class ToolSchemas:
+    """Tools that the model may call, as JSON: a list of schemas in OpenAI's form, or empty."""
+
+    as_json: str = ""
+
+    @classmethod
+    def of(cls, tools: Sequence[Mapping[str, Any]] | None) -> ToolSchemas:
+        return cls(json.dumps(list(tools), ensure_ascii=False)) if tools else cls()
+
+
+NO_TOOLS = ToolSchemas()
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """The form in which a template needs an assistant's tool calls."""
+
+    content: str | None
+    """The content for a message that has only calls."""
+    arguments_as_text: bool
+    """Whether the arguments are passed as a text."""
+
+
+USUAL = CallForm("", arguments_as_text=False)
+"""The usual form. It is also used for conversations without calls."""
+
+
+def begins_texts_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer puts its bos_token at the beginning of a text."""
+    start = tokenizer.bos_token_id
+    return start is not None and tokenizer.encode("")[:1] == [start]
+
+
+class ChatTemplate:
+    """See the module. Raises ModelError for a tokenizer without a chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if not tokenizer.chat_template:
+            raise ModelError(
+                "the tokenizer has no chat template: set model.chat_template=plain for a base "
+                "model, or choose an instruction-tuned one"
+            )
+        self.tokenizer = tokenizer
+        self._render_mappings = current_render()
+        self.markers = MessageMarkers(
+            tokenizer, lambda messages: self._render_mappings(tokenizer, messages, None, True)
+        )
+
+    def render(
+        self, messages: Sequence[Message], *, prompt: bool, tools: ToolSchemas = NO_TOOLS
+    ) -> str:
+        """The conversation's text. With `prompt`, it includes the generation prompt. Raises
+        ModelError for messages that the template refuses or does not render."""
+        form = USUAL
+        if any(message.tool_calls for message in messages):
+            if isinstance(self.call_form, ModelError):
+                raise self.call_form
+
+            form = self.call_form
+            beside_text = any(message.tool_calls and message.text for message in messages)
+            if beside_text and not self._keeps_calls_beside_text:
+                raise ModelError(
+                    "the chat template leaves out tool_calls of a message that has content: give "
+                    "a message one of the two, or choose a model whose template renders both"
+                )
+
+        return self._apply([self._mapping(message, form) for message in messages], prompt, tools)
+
+    def in_call_form(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Converts mappings in OpenAI's form, whose calls have arguments as mappings, to the form
+        that the template needs. Unchanged if the template does not render calls."""
+        form = self.call_form
+        if isinstance(form, ModelError) or form == USUAL:
+            return list(messages)
+        return [_in_form(message, form) for message in messages]
+
+    @cached_property
+    def reasoning_keys(self) -> tuple[str, ...]:
+        """The keys of a message from which the template reads the reasoning."""
+        source = str(self.tokenizer.get_chat_template())
+        return tuple(key for key in REASONING_KEYS if re.search(rf"\b{key}\b", source))
+
+    @cached_property
+    def call_form(self) -> CallForm | ModelError:
+        """The form in which the template needs calls. Raises ModelError if it renders them in none
+        of the known forms."""
+        for as_text in (False, True):
+            for content in ("", None):
+                form = CallForm(content, as_text)
+                text = self._with_a_call("", form)
+                if text is not None and repr({"a": _ARGUMENT}) not in text:
+                    return form
+
+        return ModelError(
+            "the chat template leaves out tool_calls: set model.chat_template=hermes for a model "
+            "that speaks ChatML, or choose a model whose template has a place for them"
+        )
+
+    @cached_property
+    def _keeps_calls_beside_text(self) -> bool:
+        form = self.call_form
+        return isinstance(form, CallForm) and self._with_a_call("probetext", form) is not None
+
+    def _with_a_call(self, content: str, form: CallForm) -> str | None:
+        """Renders a conversation with a call. None if the template leaves the call out."""
+        call = ToolCall(_CALL, json.dumps({"a": _ARGUMENT}), "probe0001")
+        messages = [Message("user", "q"), Message("assistant", content, (call,))]
+        try:
+            mappings = [self._mapping(message, form) for message in messages]
+            text = self._apply(mappings, False, NO_TOOLS)
+        except ModelError:
+            return None
+
+        return text if _CALL in text and _ARGUMENT in text else None
+
+    def check_tools(self, tools: ToolSchemas) -> None:
+        """Raises ModelError if the template leaves the tools out."""
+        messages = [Message("user", "q")]
+        if self.render(messages, prompt=True, tools=tools) == self.render(messages, prompt=True):
+            raise ModelError(
+                "the chat template leaves out tools: set model.chat_template=hermes for a model "
+                "that speaks ChatML (such as smollm2-135m-instruct), choose a model whose template "
+                "has a place for them, or describe them in the system message"
+            )
+
+    def _mapping(self, message: Message, form: CallForm) -> dict[str, Any]:
+        mapping: dict[str, Any] = {"content": _content(message)}
+        if message.tool_calls:
+            mapping["content"] = mapping["content"] or form.content
+            mapping["tool_calls"] = [
+                _call(call, form.arguments_as_text) for call in message.tool_calls
+            ]
+
+        if message.tool_call_id is not None:
+            mapping["tool_call_id"] = message.tool_call_id
+        if message.name is not None:
+            mapping["name"] = message.name
+        if message.reasoning is not None:
+            mapping |= dict.fromkeys(self.reasoning_keys, message.reasoning)
+
+        calls = mapping.pop("tool_calls", None)
+        mapping = self.markers.cut(mapping, message.role)
+        if calls is not None:  # the template writes their JSON
+            mapping["tool_calls"] = self.markers.cut(calls, "user")
+        return {"role": message.role, **mapping}
+
+    def _apply(self, messages: list[dict[str, Any]], prompt: bool, tools: ToolSchemas) -> str:
+        schemas = self.markers.cut(json.loads(tools.as_json), "system") if tools.as_json else None
+        try:
+            return self._render_mappings(self.tokenizer, messages, schemas, prompt)
+        except TEMPLATE_ERRORS as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ModelError(
+                f"the chat template refuses a conversation of {roles}: {error}"
+            ) from error
+
+
+def _content(message: Message) -> str:
+    if not isinstance(message.content, str):
+        image = next((part for part in message.content if isinstance(part, ImagePart)), None)
+        if image is not None:
+            raise ModelError(
+                f"a message of role {message.role} holds an image ({image.media_type}, SHA-256 "
+                f"{image.sha256[:12]}...), and the engine reads text only: leave images out"
+            )
+
+    return message.text
+
+
+def _call(call: ToolCall, as_text: bool) -> dict[str, Any]:
+    try:
+        arguments = None if as_text else json.loads(call.arguments or "{}")
+    except ValueError:
+        arguments = None
+
+    return {
+        **({"id": call.id} if call.id else {}),
+        "type": "function",
+        "function": {
+            "name": call.name,
+            "arguments": arguments if isinstance(arguments, dict) else call.arguments,
+        },
+    }
+
+
+def _in_form(message: Mapping[str, Any], form: CallForm) -> Mapping[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = message["tool_calls"]
+    if form.arguments_as_text:
+        calls = [{**call, "function": _with_text(call["function"])} for call in calls]
+    return {**message, "content": message["content"] or form.content, "tool_calls": calls}
+
+
+def _with_text(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**function, "arguments": text}

@@ -1,0 +1,2 @@
+"""The model's computation, shared by engine and trainer: attention, fused layers, adapters,
+experts."""

@@ -1,0 +1,153 @@
+"""One attention function for every transformers model, controlled by a plan.
+
+`prepare(model)` makes the model call it. Each forward pass then carries `plan=...`, an object that
+knows which token may attend to which:
+
+    inference: `CacheAttention` (inference/embedded/cache_attention.py), new tokens against a
+    key-value cache
+    training:  `TreeAttention` (training/tree_attention.py), packed sequences that share prefixes
+
+The tokens of all sequences are in one row [1, tokens] without padding, and only the plan separates
+the sequences. Generation and training therefore use the same model module. If a model would then
+compute something else than in transformers, it is refused (models/compute/trial.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from agentevo.errors import ModelError
+from agentevo.models.compute.aligned import align_activations
+from agentevo.models.compute.fused import use_fused_layers
+from agentevo.models.compute.fused_decoder import use_fused_decoder
+from agentevo.models.compute.linear import use_fast_linear
+from agentevo.models.compute.positions import limit_positions
+from agentevo.models.compute.trial import REMEDY, PlanMissingError, check_layer_types, try_out
+
+NAME = "agentevo"
+OWN_MASK = (
+    "the model makes an attention mask of its own, which AgentEvo's attention would ignore: "
+    f"{REMEDY}"
+)
+
+
+class AttentionPlan(Protocol):
+    """The attention pattern of one forward pass: which token attends to which."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """q [T, H, D], k and v [T, Hkv, D] -> [T, H, D]. `window`: the number of tokens that a
+        token sees, itself included; None for all. A pass calls this method in a fixed order, for
+        most models once per layer."""
+        ...
+
+
+@dataclass(frozen=True)
+class _SlidingMask:
+    """A placeholder for the mask of layers with a window."""
+
+    window: int
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ModelError(OWN_MASK)
+
+
+@torch.compiler.disable
+def _attention(  # noqa: PLR0917 (transformers' attention interface)
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | _SlidingMask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    plan: AttentionPlan | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T,
+    H, D]."""
+    if plan is None:
+        raise PlanMissingError(
+            "this model was prepared for AgentEvo: call it with plan=..., or "
+            "model.set_attn_implementation('sdpa') to use it alone"
+        )
+
+    if kwargs.get("s_aux") is not None:
+        raise ModelError(
+            f"attention sinks (as in gpt-oss) are not supported by AgentEvo's attention: {REMEDY}"
+        )
+
+    if isinstance(attention_mask, _SlidingMask):
+        # As eager attention does: some models don't pass the window to the function.
+        sliding_window = attention_mask.window
+    elif attention_mask is not None:
+        raise ModelError(OWN_MASK)
+
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    dim = query.shape[-1]
+    value_dim = value.shape[-1]
+    if dim != value_dim:  # DeepSeek's latent attention: zeros add nothing to scores and outputs
+        query, key, value = (
+            F.pad(x, (0, max(dim, value_dim) - x.shape[-1])) for x in (query, key, value)
+        )
+
+    out = plan.attend(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale,
+        sliding_window,
+        softcap,
+    )
+    return out[..., :value_dim].unsqueeze(0).contiguous(), None  # some models call `view` on it
+
+
+def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> _SlidingMask | None:
+    """Builds no mask tensor, because the plan knows which token attends to which."""
+    return None if local_size is None else _SlidingMask(local_size)
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _mask)
+
+
+def prepare(model: PreTrainedModel, *, on_cpu: bool | None = None) -> PreTrainedModel:
+    """Makes the model's attention use this module and, on a CPU, its linear layers use oneDNN. In
+    place; parameters stay the same objects. `on_cpu`: whether the model will compute on a CPU, if
+    it is elsewhere now. Raises ModelError for an architecture that does not use transformers'
+    attention interface, or that would compute something else than in transformers
+    (models/compute/trial.py)."""
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ModelError(
+            f"{type(model).__name__} does not use transformers' attention interface, which "
+            f"AgentEvo needs: {REMEDY}"
+        )
+
+    check_layer_types(model)
+    limit_positions(model)
+    try_out(model, NAME)
+
+    if on_cpu is None:
+        on_cpu = next(model.parameters()).device.type == "cpu"
+    if on_cpu and use_fast_linear(model):
+        use_fused_layers(model)
+        use_fused_decoder(model)
+        align_activations(model)
+
+    return model

@@ -1,0 +1,1 @@
+"""Models on disk: names, downloads, loading, saving, merging, conversion."""

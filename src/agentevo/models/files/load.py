@@ -1,0 +1,351 @@
+"""Loads model and tokenizer from a config section, and saves them to a folder.
+
+`load_model` reads exactly what `save_model` wrote: the weights have the same bits (in the same
+dtype), and the tokenizer encodes the same. The folder is in Hugging Face format, so every other
+tool reads it too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from agentevo.config.sections import CHAT_TEMPLATES, PLAIN
+from agentevo.errors import ConfigError, ModelError
+from agentevo.models.chat.chat_template import begins_texts_with_bos
+from agentevo.models.checkpoint_manifest import verify_model
+from agentevo.models.compute.adapters import (
+    add_adapter,
+    check_quantize,
+)
+from agentevo.models.config_overrides import model_config
+from agentevo.models.files.cache import Progress
+from agentevo.models.files.resolve import fetch
+from agentevo.models.files.save import no_progress_bars
+from agentevo.models.files.weight_files import check_weight_files
+from agentevo.models.tiny import make_tiny
+from agentevo.models.token_rows import limit_to_tokens
+from agentevo.runtime.cpu_threads import check_threads
+from agentevo.runtime.devices import find
+from agentevo.runtime.parsing import read_json_object
+
+if TYPE_CHECKING:
+    from agentevo.config import ModelSection
+
+TEMPLATES = Path(__file__).parent / "chat_templates"
+_CAUSAL = "a causal language model"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A policy in memory."""
+
+    model: PreTrainedModel
+    """The model in eval mode, on its device, with transformers' own attention. With adapters, it is
+    PEFT's model around it."""
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    """The model's name in the recipe."""
+
+
+def load_model(
+    section: ModelSection,
+    *,
+    corpus: Callable[[], Iterable[str]] | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Loads the policy that the section names. `tiny` is created instead.
+
+    `corpus` has the texts for the tiny policy's word tokenizer. `seed` decides the weights of a
+    tiny policy or of fresh adapters. Other models use neither. Raises `ModelError` or
+    `UnknownNameError`, with the remedy, if the model can't be found, read or put on the device.
+    """
+    loaded = _load(section, corpus, seed, progress)
+    if section.chat_template is not None:
+        template = template_text(section.chat_template)
+        if section.chat_template == PLAIN and begins_texts_with_bos(loaded.tokenizer):
+            template = "{{- bos_token -}}" + template
+        loaded.tokenizer.chat_template = template
+    return loaded
+
+
+def template_text(template: str) -> str:
+    """The text of a recipe's chat template: the value itself, or the text of a template that
+    AgentEvo ships."""
+    if template in CHAT_TEMPLATES:
+        return (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
+    return template
+
+
+def _load(
+    section: ModelSection,
+    corpus: Callable[[], Iterable[str]] | None,
+    seed: int,
+    progress: Progress | None,
+) -> LoadedModel:
+    device = find(section.device)
+    if device.type == "cpu":
+        check_threads(torch.get_num_threads())
+
+    dtype: torch.dtype = getattr(torch, section.dtype)
+    if section.name == "tiny":
+        if corpus is None and section.tiny.tokenizer == "word":
+            raise ModelError(
+                "model.tiny.tokenizer=word takes its words from an environment or a file of tasks, "
+                "and this run has neither: set model.tiny.tokenizer=byte"
+            )
+
+        model, tokenizer = make_tiny(section.tiny, corpus() if corpus else (), seed)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+
+        limit_to_tokens(model, tokenizer)
+        return LoadedModel(_place(model, device), tokenizer, section.name)
+
+    quantized = (
+        {}
+        if section.lora.quantize == "none"
+        else _quantization_arguments(section.lora.quantize, dtype, device)
+    )
+    loaded = _from_pretrained(
+        section.name,
+        fetch(section.name, progress),
+        dtype,
+        device,
+        quantized,
+        section.config_overrides,
+    )
+    if not section.lora.enabled:
+        return loaded
+
+    return replace(loaded, model=add_adapter(loaded.model, section.lora, seed))
+
+
+def load_base(name: str, overrides: Mapping[str, Any]) -> LoadedModel:
+    """Loads a model with `overrides` of its configuration, in its own dtype, on the CPU."""
+    return _from_pretrained(name, fetch(name), "auto", torch.device("cpu"), {}, overrides)
+
+
+def _quantization_arguments(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """The arguments of from_pretrained for a base in 8 or 4 bits. 4 bits are NF4 with quantized
+    constants (arXiv 2305.14314, section 3)."""
+    check_quantize(kind)
+    four = {
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": dtype,
+    }
+    bits = (
+        BitsAndBytesConfig(load_in_4bit=True, **four)
+        if kind == "4bit"
+        else BitsAndBytesConfig(load_in_8bit=True)
+    )
+    return {"quantization_config": bits, "device_map": {"": device}}
+
+
+def _keep_unpacked(model: PreTrainedModel) -> None:
+    """Keeps 4-bit weights in the layout that supports gradients. On a CPU with avx512_bf16
+    bitsandbytes packs a layer permanently in its first pass without gradients, and its product of
+    packed weights has no backward pass."""
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            cast(Any, module).support_avx512bf16_for_cpu = False
+
+
+def _from_pretrained(
+    name: str,
+    folder: Path,
+    dtype: torch.dtype | Literal["auto"],
+    device: torch.device,
+    quantized: dict[str, Any],
+    overrides: Mapping[str, Any],
+) -> LoadedModel:
+    config_options = {"config": _config(name, folder, overrides)} if overrides else {}
+    changed = f" with model.config_overrides={json.dumps(dict(overrides))}" if overrides else ""
+    model, tokenizer = _read_folder(
+        f"model {name!r}{changed}",
+        folder,
+        AutoModelForCausalLM,
+        _CAUSAL,
+        dtype=dtype,
+        **config_options,
+        **quantized,
+    )
+    model.config_overrides = dict(overrides)
+    _check_rows(name, model, tokenizer)
+    limit_to_tokens(model, tokenizer)
+    if quantized:  # already on the device; such weights can't be moved or converted
+        _keep_unpacked(model)
+        return LoadedModel(model.requires_grad_(False).eval(), tokenizer, name)
+
+    return LoadedModel(_place(model, device), tokenizer, name)
+
+
+def _check_rows(name: str, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise ModelError(
+            f"model {name!r}: its tokenizer has {len(tokenizer)} tokens, but the model has only "
+            f"{rows}: they don't belong together"
+        )
+
+
+def hollow_model(section: ModelSection, folder: Path) -> PreTrainedModel:
+    """The model that is saved in `folder`, with the section's settings but without adapters, on the
+    device `meta`. Reads only config.json, and no weights. Raises ModelError."""
+    shape = _config(section.name, folder, section.config_overrides)
+    try:
+        return make_hollow(section, shape)
+    except Exception as error:  # a damaged config.json may raise anything
+        raise _unreadable(f"model {section.name!r}", folder, _CAUSAL, error) from error
+
+
+def make_hollow(section: ModelSection, shape: PretrainedConfig) -> PreTrainedModel:
+    """Creates the model of a configuration on the device `meta`, in the section's dtype and without
+    adapters. Raises any exception of the model's class."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            shape, dtype=getattr(torch, section.dtype)
+        )
+    return model.eval()
+
+
+def load_hollow(section: ModelSection, folder: Path, seed: int = 0) -> LoadedModel:
+    """As `load_model`, but without weights: the tokenizer, and `hollow_model` with fresh adapters
+    if the section has adapters. Raises ModelError for everything that loading would refuse, except
+    problems with the weights."""
+    model = hollow_model(section, folder)
+    tokenizer = _read_tokenizer(f"model {section.name!r}", folder)
+    _check_rows(section.name, model, tokenizer)
+    if section.chat_template is not None:
+        tokenizer.chat_template = template_text(section.chat_template)
+    if section.lora.enabled and section.lora.adapter is None:
+        model = add_adapter(model, section.lora, seed)
+    return LoadedModel(model, tokenizer, section.name)
+
+
+def check_overrides(section: ModelSection, source: Path | str | None) -> None:
+    """Raises ModelError for `config_overrides` that the model does not support, if its folder is on
+    this machine. A hub's model is checked when it is loaded. `source`: the result of `resolve`;
+    None if the model has not been downloaded."""
+    if section.config_overrides and isinstance(source, Path):
+        _config(section.name, source, section.config_overrides)
+
+
+def _config(name: str, folder: Path, overrides: Mapping[str, Any]) -> PretrainedConfig:
+    try:
+        return model_config(folder, overrides)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model {name!r}: the configuration in {folder} can't be read ({_reason(error)})"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The message of a library's error, shortened, on one line."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+def load_reward_model(
+    name: str, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel:
+    """Loads a token-classification model with one output, in the policy's dtype and on its device.
+    Raises ModelError if it can't be read, has other outputs or another vocabulary."""
+    model, own_tokenizer = _read_folder(
+        f"reward_model.name={name}",
+        fetch(name, None),
+        AutoModelForTokenClassification,
+        "a token classifier",
+        dtype=policy.dtype,
+    )
+    if model.config.num_labels != 1:
+        raise ModelError(
+            f"reward_model.name={name} has {model.config.num_labels} outputs per token, and a "
+            "reward model needs one: train it with one"
+        )
+
+    if own_tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise ModelError(
+            f"reward_model.name={name} has another vocabulary than the policy: it would read "
+            "other words than the policy wrote"
+        )
+
+    return _place(model, policy.device)
+
+
+def _read_folder(
+    key: str, folder: Path, reader: Any, kind: str, **options: Any
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Reads a model with `reader` from a folder, and its tokenizer. Raises ModelError if the model
+    is not `kind` or lacks weights, and TornError for a checkpoint whose files have changed."""
+    verify_model(folder)
+    check_weight_files(key, folder)
+    try:
+        with no_progress_bars(), torch.random.fork_rng(devices=[]):
+            model, info = reader.from_pretrained(folder, output_loading_info=True, **options)
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged config.json may raise anything
+        raise _unreadable(key, folder, kind, error) from error
+
+    tokenizer = _read_tokenizer(key, folder)
+    if info["missing_keys"] or info["mismatched_keys"]:
+        bad_weights = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+        raise ModelError(
+            f"{key}: {len(bad_weights)} weights are missing or of another shape (first: "
+            f"{bad_weights[0]}): save or fetch it again"
+        )
+
+    return model, tokenizer
+
+
+def _read_tokenizer(key: str, folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # a damaged tokenizer.json may raise anything
+        raise ModelError(
+            f"{key}: the tokenizer in {folder} can't be read ({_reason(error)}): save the model's "
+            "own there with tokenizer.save_pretrained"
+        ) from error
+
+
+def _unreadable(key: str, folder: Path, kind: str, error: Exception) -> ModelError:
+    remedy = "save or fetch it again"
+    if _reads_images_or_audio(folder):
+        remedy = (
+            "it reads images or audio, and AgentEvo supports text models only: name a text model"
+        )
+    return ModelError(f"{key}: {folder} can't be read as {kind} ({_reason(error)}): {remedy}")
+
+
+def _reads_images_or_audio(folder: Path) -> bool:
+    """Whether a model's configuration has a part for images or audio."""
+    try:
+        config = read_json_object(folder / "config.json")
+    except ConfigError:
+        return False
+    return any(config.get(part) for part in ("vision_config", "audio_config", "vision_tower"))
+
+
+def _place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Moves the model to the device and dtype. Tensors that transformers keeps in float32 in a
+    model of another dtype (position frequencies, a router's bias) stay in float32."""
+    module: torch.nn.Module = model
+    module.to(device=device).eval()
+    return model

@@ -1,0 +1,36 @@
+"""Merges an adapter and its base into one plain model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from agentevo.errors import ModelError
+from agentevo.models.compute.adapters import load_adapter, read_adapter_config
+from agentevo.models.config_overrides import adapter_overrides
+from agentevo.models.files.load import load_base
+from agentevo.models.files.save import save_model
+
+
+def merge_adapter(folder: Path, out: Path, base: str | None = None) -> Path:
+    """Writes base + adapter to `out` as a plain model folder in the base's dtype; returns `out`.
+
+    `base`: the path of the base, if it is no longer the one that the adapter names. Raises
+    ModelError before anything is written.
+    """
+    config = read_adapter_config(folder)
+    name = base or config.base_model_name_or_path
+    if not name:
+        raise ModelError(f"adapter {folder} does not name its base: give it with --base")
+
+    loaded = load_base(str(name), adapter_overrides(folder))
+    merged = load_adapter(loaded.model, folder)
+    adapted: Any = merged
+
+    tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    return save_model(adapted.merge_and_unload(safe_merge=True), tokenizer, out)

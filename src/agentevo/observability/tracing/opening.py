@@ -1,0 +1,188 @@
+"""Opens the tracer that a recipe's section `tracing` and OpenTelemetry's variables describe, if
+there is one.
+
+The OpenTelemetry SDK is an extra, so modules that import it are imported only when they are
+needed."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentevo.config import RunConfig
+from agentevo.errors import ConfigError, DiskError
+from agentevo.observability.tracing import conventions as names
+from agentevo.observability.tracing.section import TracingSection
+from agentevo.observability.tracing.texts import SpanTexts
+from agentevo.runtime.credentials import with_environment
+from agentevo.runtime.extras import load_extra
+from agentevo.runtime.files import create_atomic
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+    from agentevo.observability.tracing.tracer import TraceLimits, Tracer
+
+FOLDER = "tracing"
+"""The folder inside the run's folder with the run's id, and the files of
+`tracing.backend=jsonl`."""
+LENGTH = 16384
+QUEUE = 4096
+BATCH = 512
+FILE_DELAY_MS = 1000
+"""The longest wait of a span in milliseconds before it is written to a file, which is cheap."""
+DELAY_MS = 5000
+"""The longest wait in milliseconds before a request: OpenTelemetry's default, because each request
+costs milliseconds."""
+_UNSAFE = re.compile(r"[^\w.-]")
+_TRUE = ("true", "1", "yes", "on", "span_only", "span_and_event", "event_only")
+"""Values of the variable for contents, in all spellings that instrumentations use."""
+
+
+def open_tracing(
+    config: RunConfig,
+    *,
+    process: str,
+    notify: Callable[[str], None],
+    is_remote: bool,
+) -> AbstractAsyncContextManager[Tracer | None]:
+    """A tracer for this process, for an `async with`. None if the run is not traced. `process`: the
+    process's name in the name of its file. `is_remote`: whether the engine is another process.
+
+    The run's folder must exist. Raises ConfigError, MissingExtraError and DiskError.
+    """
+    section = config.tracing
+    if _is_off(section):
+        return nullcontext(None)
+
+    check_tracing(config)
+    from agentevo.observability.tracing.spans import RunFacts, Spans, run_resource
+    from agentevo.observability.tracing.tracer import Tracer
+
+    run_id = run_id_of(config.run_dir)
+    contents = contents_of(section)
+    run = RunFacts(config.run.name, run_id, config.model.name, is_remote)
+    return Tracer(
+        lambda: _exporter(config, process),
+        Spans(run, SpanTexts(length_of(section)), run_resource(), contents=contents),
+        run_id=run_id,
+        share=section.share,
+        contents=contents,
+        token2text=section.token2text,
+        limits=_limits(section),
+        flush_s=section.flush_s,
+        notify=notify,
+    )
+
+
+def check_tracing(config: RunConfig) -> None:
+    """Raises MissingExtraError and ConfigError for a tracer that can't be created, before anything
+    is created."""
+    section = config.tracing
+    length_of(section)
+    if _is_off(section):
+        return
+
+    load_sdk(f"tracing.backend={section.backend}")
+    _limits(section)
+    if section.backend == "otlp":
+        from agentevo.observability.tracing.otlp import check_collector
+
+        check_collector(_endpoint(section))
+    elif section.backend == "mlflow":
+        from agentevo.observability.tracing.mlflow import check_mlflow
+
+        check_mlflow(_mlflow_uri(config))
+
+
+def _is_off(section: TracingSection) -> bool:
+    return section.backend is None or _is_true(os.environ.get(names.ENV_DISABLED, ""))
+
+
+def load_sdk(needed_by: str) -> None:
+    """Imports the OpenTelemetry SDK and its exporter. Raises MissingExtraError."""
+    load_extra("opentelemetry.exporter.otlp.proto.http.trace_exporter", "tracing", needed_by)
+
+
+def run_id_of(run_dir: Path) -> str:
+    """The random id of this run, stored in its folder. Every process of the run derives the same
+    trace ids from it."""
+    path = run_dir / FOLDER / "run_id"
+    try:
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            create_atomic(path, secrets.token_hex(16))
+        return path.read_text().strip()
+    except OSError as error:
+        raise DiskError(f"tracing: {path} can't be written: {error}") from error
+
+
+def contents_of(section: TracingSection) -> bool:
+    """Whether spans contain messages."""
+    setting = section.contents
+    return _is_true(os.environ.get(names.ENV_CONTENTS, "")) if setting is None else setting
+
+
+def length_of(section: TracingSection) -> int:
+    """The maximum number of characters of an attribute's text. Raises ConfigError."""
+    if section.max_length is not None:
+        return section.max_length
+    return next((n for name in names.ENV_LENGTHS if (n := _number(name)) is not None), LENGTH)
+
+
+def _exporter(config: RunConfig, process: str) -> SpanExporter:
+    from agentevo.observability.tracing.mlflow import MLflowExporter
+    from agentevo.observability.tracing.otlp import JsonLines, collector_exporter
+
+    section = config.tracing
+    if section.backend == "otlp":
+        return collector_exporter(_endpoint(section))
+
+    if section.backend == "mlflow":
+        experiment = section.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        return MLflowExporter(_mlflow_uri(config), experiment or config.run.name)
+
+    name = _UNSAFE.sub("_", process)[:80]
+    path = config.run_dir / FOLDER / f"{name}-{secrets.token_hex(4)}.jsonl"
+    try:
+        return JsonLines(path)
+    except OSError as error:
+        raise DiskError(f"tracing: {path} can't be written: {error}") from error
+
+
+def _endpoint(section: TracingSection) -> str | None:
+    return None if section.endpoint is None else with_environment(section.endpoint).strip()
+
+
+def _mlflow_uri(config: RunConfig) -> str:
+    uri = _endpoint(config.tracing) or os.environ.get("MLFLOW_TRACKING_URI")
+    return uri or f"sqlite:///{config.run_dir / FOLDER / 'mlruns.db'}"
+
+
+def _limits(section: TracingSection) -> TraceLimits:
+    from agentevo.observability.tracing.tracer import TraceLimits
+
+    queue = section.max_queue or _number(names.ENV_QUEUE) or QUEUE
+    batch = _number(names.ENV_BATCH) or BATCH
+    delay_ms = FILE_DELAY_MS if section.backend == "jsonl" else DELAY_MS
+    delay_ms = _number(names.ENV_DELAY_MS) or delay_ms
+    return TraceLimits(queue=queue, batch=batch, delay_s=delay_ms / 1000)
+
+
+def _number(name: str) -> int | None:
+    """A number in an environment variable. Raises ConfigError for any other text."""
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise ConfigError(f"the environment variable {name} is {text[:40]!r}: give a number")
+    return int(text)
+
+
+def _is_true(text: str) -> bool:
+    return text.strip().lower() in _TRUE

@@ -1,0 +1,266 @@
+"""`agentevo doctor RECIPE`: play one group as training would, measure it (`group_checks`), judge
+the numbers (`checks`).
+
+The policy is the recipe's as it is before any training, or a checkpoint of it. The group's
+trajectories go to a temporary store; the run's folder is neither created nor touched.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from agentevo.config import EnvironmentAgentSection, RunConfig
+from agentevo.config.named_agents import trained_agents
+from agentevo.inference.conversations.conversation import Conversation
+from agentevo.inference.embedded.kv_cache import kv_bytes_per_token
+from agentevo.inference.engine import Engine
+from agentevo.models.compute.positions import context_length
+from agentevo.observability.remedies import remedies_of
+from agentevo.rollout.group import RolloutGroup
+from agentevo.rollout.sampler import Player, Sampler
+from agentevo.runs.doctor import checks
+from agentevo.runs.doctor import group_checks as measure
+from agentevo.runs.doctor.checks import Check
+from agentevo.runs.doctor.memory_measures import list_measures, weigh_measures
+from agentevo.runs.doctor.services import check_services, is_refused
+from agentevo.runs.doctor.store_check import check_store_server
+from agentevo.runs.doctor.unloaded_policy import needs_of_changed
+from agentevo.runs.orchestration.agent_policies import players
+from agentevo.runs.orchestration.components import Components, check_memory, open_components
+from agentevo.runs.orchestration.players import check_named, find_agent
+from agentevo.runtime.devices import is_accelerator
+from agentevo.runtime.event_loop import run_coroutine
+from agentevo.training.tree import build_tree
+from agentevo.types import Task, Trajectory
+
+
+def check_recipe(config: RunConfig, checkpoint: Path | None = None) -> list[Check]:
+    """Checks the servers that the recipe needs (`services`, `store_check`), and plays the group of
+    the first training task with the recipe's settings. Raises like `train` for a model that can't
+    be loaded."""
+    services = [*check_services(config), *check_store_server(config)]
+    if is_refused(services):
+        advice = "fix these servers first"
+        return [*services, Check("attempts", "wrong", "not played without these servers", advice)]
+    check_named(config)
+    check_memory(config)
+    return [*services, *run_coroutine(_check(config, checkpoint))]
+
+
+async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
+    with tempfile.TemporaryDirectory(prefix="agentevo-doctor-") as folder:
+        async with open_components(
+            config, checkpoint=checkpoint, store_url=f"sqlite:///{folder}/store.sqlite"
+        ) as parts:
+            engine = measure.WatchedEngine(parts.engine)
+            sampler = _WatchedSampler(
+                _in(Path(folder), config),
+                engine,
+                parts.chat,
+                find_agent(config, None),
+                parts.store,
+                _context_length(parts),
+                note=parts.note,
+                players=_watch_players(parts, engine),
+            )
+            group = await _first_group(config, parts, sampler)
+            sampling = sampler.sampling(config.sampling.temperature)
+
+            results = [
+                checks.judge_attempts(
+                    len(group),
+                    [
+                        attempt.error or "no reason"
+                        for attempt in group
+                        if attempt.status == "failed"
+                    ],
+                )
+            ]
+            attempts_with_turns = [attempt for attempt in group if attempt.turns]
+            if not attempts_with_turns:
+                return [*results, checks.judge_logprobs(0, 0.0, config.model.dtype)]
+
+            num_turns = sum(len(attempt.turns) for attempt in attempts_with_turns)
+            results += [
+                checks.judge_token_ids(
+                    num_turns,
+                    measure.count_other_contexts(attempts_with_turns, engine.requests),
+                    len(attempts_with_turns),
+                    measure.count_reencoded_differently(attempts_with_turns, parts.tokenizer),
+                ),
+                *_judge_drift(list(sampler.conversations.values())),
+                checks.judge_logprobs(
+                    *measure.max_logprob_difference(parts.model, attempts_with_turns, sampling),
+                    config.model.dtype,
+                ),
+            ]
+            before_cold_start = checkpoint is None and config.cold_start.episodes > 0
+            return [
+                *results,
+                *_judge_play(config, group, before_cold_start),
+                *_judge_sizes(parts, attempts_with_turns),
+            ]
+
+
+async def _first_group(
+    config: RunConfig, parts: Components, sampler: _WatchedSampler
+) -> list[Trajectory]:
+    """The attempts at the first training task; with several agents, the main agent's. Under
+    self-play, the first held-out task: no training task is proposed yet."""
+    tasks = parts.tasks.train(1) if parts.tasks.proposals is None else parts.tasks.held_out()
+    with closing(sampler):
+        group = await sampler.sample(
+            tasks[:1],
+            attempts=config.trainer.group_size,
+            temperature=config.sampling.temperature,
+            split="doctor",
+            step=1,  # rewards count from there on
+            label="doctor",
+        )
+
+    if config.agents:
+        return [attempt for attempt in group if attempt.agent == trained_agents(config)[0]]
+
+    return group
+
+
+def _watch_players(parts: Components, engine: Engine) -> dict[str, Player]:
+    """The engines of several agents, with `engine` as the main policy's."""
+    return {
+        name: player._replace(engine=engine) if player.engine is parts.engine else player
+        for name, player in players(parts.config, parts.policies).items()
+    }
+
+
+def _in(folder: Path, config: RunConfig) -> RunConfig:
+    """The recipe of a run in that folder, so that the run's own folder stays unchanged."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
+
+
+class _WatchedSampler(Sampler):
+    """A sampler that keeps the conversations of its attempts, by their names."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.conversations: dict[str, Conversation] = {}
+
+    def group(self, task: Task, **options: Any) -> RolloutGroup:
+        """See Sampler.group."""
+        group = super().group(task, **options)
+        self.conversations |= {
+            attempt.name: attempt.policy.conversation for attempt in group.attempts
+        }
+        return group
+
+
+def _judge_drift(conversations: list[Conversation]) -> list[Check]:
+    """Returns no check if no request contained a recorded reply."""
+    extended = sum(conversation.drift.extended for conversation in conversations)
+    branched = sum(conversation.drift.branched for conversation in conversations)
+    if not extended + branched:
+        return []
+    return [checks.judge_drift(extended, branched, measure.drift_places(conversations))]
+
+
+def _judge_play(config: RunConfig, group: list[Trajectory], before_cold_start: bool) -> list[Check]:
+    """Rewards, completions, turns, format."""
+    finished = [trajectory for trajectory in group if trajectory.status == "completed"]
+    turns = [turn for trajectory in group for turn in trajectory.turns]
+    lengths = [len(turn.completion_ids) for turn in turns]
+    cut = sum(turn.finish_reason == "length" for turn in turns)
+    remedies = remedies_of(config.model_dump(mode="json"))
+    results = [
+        checks.judge_completions(
+            len(turns),
+            cut,
+            config.sampling.max_new_tokens,
+            sum(lengths) / len(lengths),
+            remedies,
+        ),
+        checks.judge_turns(
+            len(group),
+            sum(trajectory.truncated for trajectory in group),
+            config.agent.max_turns,
+            None if config.environment is None else config.max_actions,
+        ),
+    ]
+    if isinstance(config.agent, EnvironmentAgentSection):
+        results.append(
+            checks.judge_format(
+                len(turns),
+                sum(trajectory.metrics.get("num_format_errors", 0.0) for trajectory in group),
+                sum(trajectory.metrics.get("num_invalid_actions", 0.0) for trajectory in group),
+                config.agent.format,
+                remedies,
+            )
+        )
+
+    if config.trainer.steps > 0:
+        results.insert(
+            0,
+            checks.judge_rewards(
+                [trajectory.reward for trajectory in finished],
+                [trajectory.success for trajectory in finished],
+                remedies,
+            ),
+        )
+
+    return [checks.before_cold_start(check) for check in results] if before_cold_start else results
+
+
+def _judge_sizes(parts: Components, attempts_with_turns: list[Trajectory]) -> list[Check]:
+    """Context, key-value memory, memory."""
+    config = parts.config
+    paths = [path for attempt in attempts_with_turns for path in measure.whole_paths(attempt)]
+    max_turns = 1 if getattr(config.agent, "memory", None) == "turn" else config.agent.max_turns
+    worst = measure.worst_case_tokens(
+        attempts_with_turns, max_turns, config.sampling.max_new_tokens
+    )
+    per_step = build_tree(paths).num_nodes * config.trainer.groups_per_step
+    longest = min(worst, _context_length(parts))
+    together = config.trainer.groups_per_step * config.trainer.group_size
+    kv_tokens = int(parts.engine.stats().get("engine/kv_capacity_tokens", together * longest))
+    token_bytes = kv_bytes_per_token(parts.model)
+    on_gpu = is_accelerator(parts.model.device)
+    num_sampled = (
+        sum(len(turn.completion_ids) for attempt in attempts_with_turns for turn in attempt.turns)
+        * config.trainer.groups_per_step
+    )
+
+    def needs(turned: RunConfig, model: PreTrainedModel) -> dict[str, float]:
+        room = kv_tokens * turned.engine.kv_cache_gb / config.engine.kv_cache_gb
+        cached = min(int(room), together * longest)
+        return measure.memory_parts(
+            model,
+            turned,
+            step_tokens=per_step,
+            cache_bytes=float(cached * token_bytes),
+            step_rows=min(num_sampled, per_step),
+            device=parts.model.device,
+        )
+
+    needs_in_all = needs_of_changed(config, parts.model, needs)
+    needed = needs(config, parts.model)
+    free = measure.free_bytes(parts.model.device)
+    list_for = partial(list_measures, on_cpu=not on_gpu)
+    turned, combined = weigh_measures(config, list_for, needs_in_all, checks.MEMORY_ROOM * free)
+    return [
+        checks.judge_context(
+            max(map(len, paths)),
+            worst,
+            _context_length(parts),
+            is_tiny=config.model.name == "tiny",
+        ),
+        checks.judge_kv_cache(together, longest, kv_tokens, token_bytes, config.engine.max_running),
+        checks.judge_memory(needed, free, turned, combined),
+    ]
+
+
+def _context_length(parts: Components) -> int:
+    return context_length(parts.model.config)

@@ -1,0 +1,334 @@
+"""Measurements of `agentevo doctor` on one group of attempts. They give numbers only;
+`checks.py` judges them.
+
+The log-prob check deliberately does not use the trainer's code: each attempt goes alone, whole and
+uncached through transformers' own attention. Code that the engine and the trainer share (cache,
+packing, attention) can therefore not hide an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from agentevo.config import RunConfig
+from agentevo.errors import EngineError, ModelError
+from agentevo.inference.conversations.conversation import Conversation
+from agentevo.inference.conversations.drift import DriftPlace
+from agentevo.inference.embedded.sampling import filter_logits
+from agentevo.inference.engine import CANT_SCORE, Engine, ScoringEngine, TokenListener, TokenScores
+from agentevo.inference.weights.transports import local_transport
+from agentevo.models.compute.attention import NAME
+from agentevo.models.token_rows import token_logits
+from agentevo.runs.doctor.memory_estimate import (
+    FLOAT,
+    Load,
+    optimizer_bytes,
+    packed_bytes,
+    total,
+    trained_of,
+    training_bytes,
+)
+from agentevo.runtime.devices import memory
+from agentevo.types import Completion, SamplingParams, Trajectory, Turn
+
+Request = tuple[tuple[int, ...], tuple[int, ...]]
+"""A request to the engine and its answer, as token ids."""
+OWN_WEIGHTS = "engine's own weights"
+
+
+class WatchedEngine:
+    """An engine that remembers every request, so that checks know what the model really read."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.requests: Counter[Request] = Counter()
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        session: str | None = None,
+        deadline_s: float,
+        listen: TokenListener | None = None,
+    ) -> Completion:
+        """See Engine.generate."""
+        completion = await self._engine.generate(
+            prompt_ids, sampling, session=session, deadline_s=deadline_s, listen=listen
+        )
+        self.requests[tuple(prompt_ids), tuple(completion.ids)] += 1
+        return completion
+
+    async def score(
+        self,
+        context_ids: list[int],
+        ids: list[int],
+        *,
+        temperature: float = 1.0,
+        deadline_s: float,
+    ) -> TokenScores:
+        """See ScoringEngine.score."""
+        if not isinstance(self._engine, ScoringEngine):
+            raise EngineError(CANT_SCORE)
+        return await self._engine.score(
+            context_ids, ids, temperature=temperature, deadline_s=deadline_s
+        )
+
+    async def release(self, session: str) -> None:
+        """See Engine.release."""
+        await self._engine.release(session)
+
+    def stats(self) -> dict[str, float]:
+        """See Engine.stats."""
+        return self._engine.stats()
+
+
+def count_other_contexts(trajectories: Sequence[Trajectory], requests: Counter[Request]) -> int:
+    """Turns whose recorded context and completion are not among the engine's requests. Each request
+    counts for one turn."""
+    unmatched = requests.copy()
+    unmatched.subtract(
+        (tuple(trajectory.context_ids(turn.index)), tuple(turn.completion_ids))
+        for trajectory in trajectories
+        for turn in trajectory.turns
+    )
+    return -sum(count for count in unmatched.values() if count < 0)
+
+
+def count_reencoded_differently(
+    trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase
+) -> int:
+    """Attempts whose ids, decoded and encoded again, give other ids."""
+    return sum(
+        any(
+            tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) != ids
+            for ids in whole_paths(trajectory)
+        )
+        for trajectory in trajectories
+    )
+
+
+def drift_places(conversations: Sequence[Conversation]) -> list[str]:
+    """A line for each class of drift, the most frequent first: its count, its first place, and the
+    first token that would have differed."""
+    total: Counter[str] = Counter()
+    for conversation in conversations:
+        total.update(conversation.drift.counts)
+
+    return [
+        next(
+            f"{kind} {count}, first in {_place(conversation, conversation.drift.first[kind])}"
+            for conversation in conversations
+            if kind in conversation.drift.first
+        )
+        for kind, count in total.most_common()
+    ]
+
+
+def _place(conversation: Conversation, place: DriftPlace) -> str:
+    text = (
+        f"{conversation.name}, message {place.message}: recorded '{place.recorded}', "
+        f"received '{place.came}'"
+    )
+    try:
+        difference = conversation.first_difference(place)
+    except ModelError as error:
+        return f"{text}; encoded as a whole: {error}"
+
+    if difference is None:
+        return f"{text}; encoded as a whole it has the same tokens"
+
+    return (
+        f"{text}; encoded as a whole, the first difference is token {difference.position}, after "
+        f"'{difference.before}': recorded '{difference.recorded}', encoded '{difference.rendered}'"
+    )
+
+
+def leaves(trajectory: Trajectory) -> list[Turn]:
+    """The turns that no other turn extends, in order; all but branched trajectories have one."""
+    parents = {turn.parent for turn in trajectory.turns}
+    return [turn for turn in trajectory.turns if turn.index not in parents]
+
+
+def whole_paths(trajectory: Trajectory) -> list[list[int]]:
+    """Per leaf of the trajectory's tree: its context and completion."""
+    return [
+        [*trajectory.context_ids(turn.index), *turn.completion_ids] for turn in leaves(trajectory)
+    ]
+
+
+@torch.inference_mode()
+def max_logprob_difference(
+    model: PreTrainedModel, trajectories: Sequence[Trajectory], sampling: SamplingParams
+) -> tuple[int, float]:
+    """(sampled tokens, largest |recorded log-prob - log-prob by a full forward pass over its path|
+    in nats). NaN if any is not a number."""
+    differences = [torch.zeros(0)]
+    with _own_attention(model):
+        for trajectory in trajectories:
+            seen_turns: set[int] = set()
+            for leaf in leaves(trajectory):
+                ids = torch.tensor(
+                    [*trajectory.context_ids(leaf.index), *leaf.completion_ids], device=model.device
+                )
+                outputs = model(input_ids=ids[None], use_cache=False)
+                logits = token_logits(model, outputs.logits[0]).float()  # [positions, tokens]
+                for turn in _path(trajectory, leaf):
+                    if turn.index not in seen_turns:
+                        seen_turns.add(turn.index)
+                        start = len(trajectory.context_ids(turn.index))
+                        chosen = ids[start : start + len(turn.completion_ids)]
+                        rows = logits[start - 1 : start - 1 + len(chosen)] / turn.temperature
+                        rows = torch.stack(
+                            [filter_logits(row, sampling) for row in rows]
+                        ).log_softmax(-1)
+                        right = rows.gather(1, chosen[:, None])[:, 0].cpu()
+                        differences.append((right - torch.tensor(turn.logprobs)).abs())
+
+    distances = torch.cat(differences)
+    return len(distances), float(distances.max()) if len(distances) else 0.0
+
+
+def _path(trajectory: Trajectory, leaf: Turn) -> list[Turn]:
+    """The turns from the leaf to its root."""
+    path = [leaf]
+    while path[-1].parent is not None:
+        path.append(trajectory.turns[path[-1].parent])
+    return path
+
+
+@contextmanager
+def _own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Temporarily restores transformers' attention in a model that `models.attention.prepare`
+    changed to AgentEvo's."""
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(NAME)
+
+
+def worst_case_tokens(
+    trajectories: Sequence[Trajectory], max_turns: int, max_new_tokens: int
+) -> int:
+    """Tokens of the longest conversation possible: the longest first prompt, then in each turn a
+    completion cut by the limit and the longest addition seen. A lower bound if no
+    attempt took a second turn. `max_turns` is 1 where each turn starts a new conversation."""
+    first = max(
+        len(turn.prompt_ids)
+        for trajectory in trajectories
+        for turn in trajectory.turns
+        if turn.parent is None
+    )
+    added = max(
+        (
+            len(turn.prompt_ids)
+            for trajectory in trajectories
+            for turn in trajectory.turns
+            if turn.parent is not None
+        ),
+        default=0,
+    )
+    return first + max_turns * max_new_tokens + (max_turns - 1) * added
+
+
+def memory_parts(
+    model: PreTrainedModel,
+    config: RunConfig,
+    *,
+    step_tokens: int,
+    cache_bytes: float,
+    step_rows: int | None = None,
+    device: torch.device | None = None,
+) -> dict[str, float]:
+    """Bytes that training takes in addition to the weights, at its peak. `step_tokens`: distinct
+    tokens that a step trains on; `cache_bytes`: of the keys and values that the engine holds at
+    once; `step_rows`: nodes of a step whose prediction is trained (by default all); `device`: where
+    a model without weights would be."""
+    device = model.device if device is None else device
+    tokens = min(
+        math.ceil(step_tokens / config.trainer.minibatches), config.trainer.micro_batch_tokens
+    )
+    share = 1.0 if step_rows is None else step_rows / max(1, step_tokens)
+    load = Load(
+        tokens,
+        math.ceil(tokens * share),
+        tokens * config.trainer.minibatches >= step_tokens,
+        device.type == "cpu",
+    )
+    parts = training_bytes(model, load, config.memory)
+    cache = {"key-value cache": cache_bytes}
+    trained = trained_of(model)
+    copy = float(
+        trained.total * next(model.parameters()).element_size()
+    )  # a base under adapters is its own reference's too
+    packed = packed_bytes(model, device)
+    other_parts = engine_weights(config, copy, packed)
+    sampling = {} if OWN_WEIGHTS in other_parts else {"packed weights": packed}
+
+    of_twin = copy + sum(optimizer_bytes(trained, config.memory).values()) * (
+        load.on_cpu or not config.memory.offload_optimizer
+    )
+    of_twin += FLOAT * trained.total  # its gradients stay until its next step
+    other_parts |= other_models(config, copy, of_twin)
+
+    kept_parts = {
+        name: parts[name] for name in ("optimizer", "float32 weights") if name in parts
+    }  # also while the engine samples
+    return other_parts | max(kept_parts | sampling | cache, parts | cache, key=total)
+
+
+def other_models(config: RunConfig, copy: float, trained: float) -> dict[str, float]:
+    """Bytes of the models other than the policy: `copy` for a frozen one, `trained` for one that
+    learns."""
+    if config.data.taught:
+        return {}
+
+    needs = config.algorithm.needs
+    preference = config.algorithm.preference()
+    models = {}
+    if (
+        config.algorithm.kl_coef > 0
+        or "process_rewards" in needs
+        or (preference is not None and preference.needs_reference)
+    ):
+        models["reference copy"] = copy
+
+    if "values" in needs and config.critic.trunk == "own":
+        models["critic"] = trained
+    if "process_rewards" in needs:
+        models["process reward"] = trained
+
+    return models
+
+
+def engine_weights(config: RunConfig, copy: float, packed: float) -> dict[str, float]:
+    """Bytes of the weights that an engine in this process has in addition to the trainer's, with
+    the matrices that it packs for sampling. `copy`: a second copy of the trained weights;
+    `packed`: the packed matrices of one model."""
+    rollout = config.rollout
+    if rollout.samplers or not rollout.staleness:
+        return {}
+
+    weights = {}
+    if local_transport(config, is_separate=False) == "copy":
+        weights[OWN_WEIGHTS] = copy + packed
+    if rollout.policy == "wait":
+        weights["earlier weights"] = rollout.staleness * (copy + packed)
+
+    return weights
+
+
+def free_bytes(device: torch.device) -> float:
+    """The free bytes of the device."""
+    return memory(device)[0]

@@ -1,0 +1,147 @@
+"""Checks of the servers that a recipe needs in addition to the policy: its tools, and its remote
+models.
+
+Each entry of `agent.tools` is opened as an attempt would open it, with the first task, and lists
+its tools; none is called. Each remote model's server lists its models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from contextlib import suppress
+
+from agentevo.agents.tools.toolbox import Toolbox
+from agentevo.config import RunConfig
+from agentevo.config.remote_models import RemoteModelSection
+from agentevo.config.tools import ToolSection
+from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.inference.remote_models.served import check_served, served_models
+from agentevo.models.files.resolve import missing_model
+from agentevo.rollout.given_tasks import read_tasks
+from agentevo.runs.doctor.checks import Check
+from agentevo.runtime.event_loop import in_thread, run_coroutine
+from agentevo.types import Task
+
+SHOWN = 8
+"""The most names of a list in a finding."""
+OPENING_S = 600.0
+"""The time limit of one entry in seconds, regardless of its own limits."""
+ANSWER_S = 30.0
+"""The time limit in seconds for a server that should already be running."""
+
+
+def check_services(config: RunConfig) -> list[Check]:
+    """A check for each entry of `agent.tools` and each remote model, all at the same time; none if
+    the recipe has neither."""
+    sections = getattr(config.agent, "tools", ())
+    if not sections and not config.remote_models:
+        return []
+    return run_coroutine(_check(config, sections))
+
+
+def is_refused(services: list[Check]) -> bool:
+    """Whether playing a group is pointless."""
+    return any(service.status == "wrong" for service in services)
+
+
+async def _check(config: RunConfig, sections: tuple[ToolSection, ...]) -> list[Check]:
+    task = _first_task(config)
+    model_checks = [_model(name, section) for name, section in config.remote_models.items()]
+    opened, models = await asyncio.gather(
+        asyncio.gather(*(_open_toolset(_soon(section), task) for section in sections)),
+        asyncio.gather(*model_checks),
+    )
+    return [
+        *(check for check, _ in opened),
+        *_collisions([names for _, names in opened]),
+        *models,
+    ]
+
+
+def _soon(section: ToolSection) -> ToolSection:
+    """The entry with at most ANSWER_S for a server at a URL, unless a node is created there."""
+    limit_s = getattr(section, "start_timeout_s", None)
+    if limit_s is None or not getattr(section, "url", None) or getattr(section, "image", None):
+        return section
+    return section.model_copy(update={"start_timeout_s": min(limit_s, ANSWER_S)})
+
+
+def _first_task(config: RunConfig) -> Task:
+    """The task for which tools are opened. Other checks report problems of the tasks."""
+    with suppress(AgentEvoError):
+        if config.tasks.train and (tasks := read_tasks(config.tasks, config.agent).train):
+            return tasks[0]
+    return Task(id="doctor")
+
+
+def _title(section: ToolSection) -> str:
+    name = getattr(section, "name", None) or getattr(section, "file", None) or ""
+    return f"tools {name}".strip()
+
+
+async def _open_toolset(section: ToolSection, task: Task) -> tuple[Check, list[str]]:
+    """A check, and the names of the tools."""
+    title = _title(section)
+    started = time.monotonic()
+    try:
+        toolbox = Toolbox([section])
+        try:
+            async with asyncio.timeout(OPENING_S), toolbox.open(task, seed=0) as tools:
+                names = [schema["function"]["name"] for schema in tools.schemas]
+        finally:
+            await toolbox.close()
+    except TimeoutError:
+        return Check(title, "wrong", f"not opened within {OPENING_S:g} s"), []
+    except ConfigError as error:
+        return Check(title, "wrong", str(error)), []
+    except Exception as error:  # noqa: BLE001 (also what a class of tools raises when it is made)
+        finding = str(error) if isinstance(error, AgentEvoError) else repr(error)
+        advice = "start the server, and inspect it with `agentevo tools inspect`"
+        is_server = section.type != "function"  # type: ignore[attr-defined]
+        return Check(title, "wrong", finding, advice if is_server else ""), []
+
+    took = time.monotonic() - started
+    finding = f"{len(names)} tools in {took:.1f} s: {_list_names(names)}"
+    return Check(title, "good", finding), names
+
+
+def _collisions(offered: list[list[str]]) -> list[Check]:
+    counts = Counter(name for names in offered for name in names)
+    twice = [name for name, count in counts.items() if count > 1]
+    if not twice:
+        return []
+
+    return [
+        Check(
+            "names of tools",
+            "warning",
+            f"several entries have {_list_names(twice)}: the policy sees each as ENTRY__NAME",
+            "remove those that the policy does not need, with `exclude`",
+        )
+    ]
+
+
+async def _model(name: str, section: RemoteModelSection) -> Check:
+    title = f"remote model {name}"
+    if section.api == "engine":
+        missing = missing_model(section.model)
+        return Check(title, "wrong" if missing else "good", missing or "computed in each process")
+
+    try:
+        served = await in_thread(served_models, name, section)
+        await in_thread(check_served, name, section)
+    except ConfigError as error:
+        return Check(title, "wrong", str(error))
+
+    if served is None:
+        finding = f"the server at {section.url} answers, but does not list its models"
+        return Check(title, "warning", finding)
+
+    return Check(title, "good", f"{section.url} serves {section.model}")
+
+
+def _list_names(names: list[str]) -> str:
+    omitted = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return (", ".join(names[:SHOWN]) or "none") + omitted

@@ -1,0 +1,97 @@
+"""`agentevo doctor` on a recipe for `agentevo sft`: reads and encodes its conversations as training
+would, and judges rows and memory."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from transformers import PreTrainedModel
+
+from agentevo.config import RunConfig, SFTSection
+from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.compute.positions import context_length
+from agentevo.models.files.load import LoadedModel
+from agentevo.observability import LiveView
+from agentevo.runs.doctor import checks
+from agentevo.runs.doctor import group_checks as measure
+from agentevo.runs.doctor.checks import Check
+from agentevo.runs.doctor.memory_estimate import Load, total, training_bytes
+from agentevo.runs.doctor.memory_measures import list_measures, weigh_measures
+from agentevo.runs.doctor.unloaded_policy import needs_of_changed
+from agentevo.runs.orchestration.components import check_memory, load_policy
+from agentevo.runs.orchestration.conversations import SFTData, check_sft_data, load_sft_data
+from agentevo.runtime.seeds import derive_seed
+from agentevo.training.batching.partition import split_by_tokens
+from agentevo.training.supervised import plan_batches
+from agentevo.training.tree import build_tree
+from agentevo.types import Sample
+
+LARGEST_BATCHES = 8
+"""The number of batches, those with most tokens, among which the largest in memory is sought."""
+
+
+def check_sft_recipe(config: RunConfig) -> list[Check]:
+    """The checks of a recipe for `agentevo sft`. Creates nothing. Raises like `sft` for data that
+    can't be read and a model that can't be loaded."""
+    check_sft_data(config)
+    check_memory(config)
+    loaded = load_policy(config, None)
+    chat = (
+        None
+        if config.environment is None
+        else ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+    )
+    context = context_length(loaded.model.config)
+    data = load_sft_data(config, loaded.tokenizer, chat, context, LiveView(config.run.name))
+    lengths = [
+        len(row.ids) for rows in (*data.train.values(), *data.held_out.values()) for row in rows
+    ]
+
+    return [
+        checks.judge_rows(
+            sum(report.rows for report in data.reports),
+            sum(len(report.bad) for report in data.reports),
+        ),
+        checks.judge_lengths(lengths, context),
+        _judge_memory(config, loaded, data),
+    ]
+
+
+def _judge_memory(config: RunConfig, loaded: LoadedModel, data: SFTData) -> Check:
+    sizes = data.sizes()
+    batches = plan_batches(sizes, config.sft, derive_seed(config.run.seed, "sft-order"))
+    largest = sorted(batches, key=lambda names: sum(sizes[name] for name in names), reverse=True)[
+        :LARGEST_BATCHES
+    ]
+    samples = [data.batch(names) for names in largest]
+    device = loaded.model.device
+
+    def needs(turned: RunConfig, model: PreTrainedModel) -> dict[str, float]:
+        loads = [_load(batch, turned.sft, on_cpu=device.type == "cpu") for batch in samples]
+        return max((training_bytes(model, load, turned.memory) for load in loads), key=total)
+
+    needs_in_all = needs_of_changed(config, loaded.model, needs)
+    needed = needs(config, loaded.model)
+    free = measure.free_bytes(device)
+    list_for = partial(list_measures, on_cpu=device.type == "cpu", section="sft")
+    turned, together = weigh_measures(config, list_for, needs_in_all, checks.MEMORY_ROOM * free)
+    return checks.judge_memory(needed, free, turned, together)
+
+
+def _load(batch: list[Sample], section: SFTSection, *, on_cpu: bool) -> Load:
+    """The load of the largest micro-batch."""
+    merge = section.prefix_merging
+    split = split_by_tokens([s.ids for s in batch], section.micro_batch_tokens, merge=merge)
+    loads = []
+    for part in split:
+        nodes = build_tree([batch[i].ids for i in part], merge=merge).num_nodes
+        loads.append(
+            Load(
+                nodes,
+                min(nodes, sum(batch[i].num_trained for i in part)),
+                len(split) == 1,
+                on_cpu,
+            )
+        )
+
+    return max(loads, key=lambda load: load.tokens)

@@ -1,0 +1,139 @@
+"""Scores stored attempts again with other rewards, without playing.
+
+An attempt whose play failed stays failed. An attempt that failed because it could not be scored,
+for example because a judge was unreachable, is scored now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from agentevo.config import RunConfig, build_config
+from agentevo.errors import ConfigError
+from agentevo.inference.remote_models import RemoteModels
+from agentevo.inference.remote_models.model import check_keys
+from agentevo.rollout.failures import FirstFailures, failure_kind
+from agentevo.rollout.scoring import Scoring
+from agentevo.runs.evaluation.parts import parts_of_tasks
+from agentevo.runs.evaluation.play import PlaySettings, check_engine, line_of, run_folder
+from agentevo.runs.evaluation.results import AttemptLine, ResultsFolder
+from agentevo.runs.evaluation.summary import summarise
+from agentevo.runtime.event_loop import run_coroutine
+from agentevo.runtime.progress import over
+from agentevo.types import Task, Trajectory
+
+PRICE_LOGS = "remote_models"
+_AGENTS_OWN = "returned"
+"""The reward that the agent returned. It is not stored separately from the final reward."""
+
+
+def score(
+    source: Path, overrides: Sequence[str], out: Path | None, note: Callable[[str], None]
+) -> dict[str, Any]:
+    """The summary with the rewards that the overrides name (`rewards=[...]`), else with the tasks'
+    own scorers. With `out`, also writes a complete new folder. Raises ConfigError."""
+    folder = ResultsFolder(source)
+    settings = folder.settings()
+    tasks = folder.tasks()
+
+    # Scoring needs no environment, so the configuration gets one that every installation has.
+    config = build_config({"environment": {"type": "coins"}}, overrides, where="score")
+    _check(config, tasks)
+
+    attempts = folder.trajectories()
+    if not attempts:
+        raise ConfigError(f"{source} has no attempts yet: continue its evaluation (--resume)")
+
+    settings = {
+        **settings,
+        "rewards": [reward.model_dump(mode="json") for reward in config.rewards],
+    }
+    with run_folder(config, out) as opened_config:
+        if out is None:
+            return _score_attempts(opened_config, settings, tasks, attempts, None, note)
+
+        new = ResultsFolder(out)
+        new.check_new()
+        with new.lock():
+            new.check_new()
+            new.begin(settings, tasks)
+            return _score_attempts(opened_config, settings, tasks, attempts, new, note)
+
+
+def _check(config: RunConfig, tasks: Sequence[Task]) -> None:
+    if any(reward.name == _AGENTS_OWN for reward in config.rewards):
+        raise ConfigError(
+            f"rewards: {_AGENTS_OWN} is the value that the agent returned, which is not stored: "
+            "give "
+            "a reward that scores stored attempts"
+        )
+
+    if not config.rewards and not any(task.scorer for task in tasks):
+        raise ConfigError("no reward is set: give rewards=[NAME] (`agentevo list rewards`)")
+
+    check_keys(config.remote_models)
+    scoring = Scoring(config.rewards, models=config.remote_models)
+    scoring.check(tasks, needed=True)
+    check_engine(scoring, tasks, has_engine=False)
+
+
+def _score_attempts(
+    config: RunConfig,
+    settings: Mapping[str, Any],
+    tasks: Sequence[Task],
+    attempts: Mapping[tuple[str, str, int], Trajectory],
+    new: ResultsFolder | None,
+    note: Callable[[str], None],
+) -> dict[str, Any]:
+    by_id = {task.id: task for task in tasks}
+    what = PlaySettings(
+        tasks, settings["attempts"], settings["temperature"], settings.get("sources", {})
+    )
+    models = RemoteModels(config.remote_models, config.run_dir / PRICE_LOGS)
+    scoring = Scoring(config.rewards, show=FirstFailures(note).show, models=models)
+    by_model: dict[str, list[AttemptLine]] = {label: [] for label in settings["played_models"]}
+
+    async def all_groups() -> None:
+        groups = groupby(sorted(attempts), key=lambda key: key[:2])
+        total = len({key[:2] for key in attempts})
+        for (label, task_id), keys in over(groups, "score", total, "groups"):
+            group = [_without_scores(attempts[key]) for key in keys]
+            task = by_id[task_id]
+            judged = await scoring.score(group, [True] * len(group), {}, task=task)
+            lines = [await line_of(trajectory, task, label, config, what) for trajectory in judged]
+            by_model[label] += lines
+            if new is not None:
+                new.add(lines, judged)
+
+    try:
+        run_coroutine(all_groups())
+    finally:
+        for line in models.account():
+            note(line)
+        models.close()
+
+    played = {label: lines for label, lines in by_model.items() if lines}
+    parts = parts_of_tasks(tasks, settings)
+    summary = summarise(played, settings["attempts"], settings, parts)
+    if new is not None:
+        new.end(summary)
+
+    return summary
+
+
+def _without_scores(trajectory: Trajectory) -> Trajectory:
+    """The attempt before its scoring."""
+    kind = failure_kind(trajectory.error) if trajectory.status == "failed" else ""
+    is_played = (
+        trajectory.status == "completed" or kind.startswith("scorer_") or kind == "no_reward"
+    )
+    if not is_played:
+        return trajectory
+    return replace(
+        trajectory, status="completed", error=None, reward=0.0, reward_parts={}, success=False
+    )

@@ -1,0 +1,325 @@
+"""Exports the messages of a run's attempts as conversations for `agentevo sft`. They are those of a
+teacher behind an API, or of the policy itself, for example to train a smaller model.
+
+A row is a path from the beginning of a conversation to its last answer, in the form `messages`.
+Recorded answers are trained. Answers that another author put into the history, and answers that the
+token limit cut off, are context (`weight: 0`). `agentevo sft` can read every row: rows that it
+would refuse are left out here, for the same reasons.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from agentevo.data import RowError, RowReport
+from agentevo.data.conversation import check_text, conversation_of
+from agentevo.errors import ConfigError
+from agentevo.store.export import atomic_file
+from agentevo.store.records import Split, TrajectorySummary
+from agentevo.store.store import Store
+from agentevo.types import Message, RemoteTurn, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from agentevo.models.chat.chat_format import ChatFormat  # importing it loads torch
+
+POLICY = "policy"
+"""The value of `model` that means the policy."""
+Read = Callable[[Turn, str], dict[str, Any]]
+"""Converts an answer of the policy, with the tools as JSON, to a message."""
+
+
+def answer_reader(chat: ChatFormat | None) -> Read:
+    """Separates thoughts and tool calls from the policy's text, in the notation of its model's
+    family. Without a chat format, the text stays unchanged."""
+
+    def read(turn: Turn, tools: str) -> dict[str, Any]:
+        text = turn.messages[-1].text
+        opening = "" if chat is None else chat.opening_of(turn.prompt_ids)
+        if chat is None or not (tools or opening):
+            return {"role": "assistant", "content": text}
+
+        schemas = json.loads(tools) if tools else None
+        parsed = chat.parser.parse(text, opening=opening, tools=schemas, calls=bool(tools))
+        content = parsed.content + "".join(call.text for call in parsed.malformed)
+        message = Message("assistant", content, parsed.tool_calls, reasoning=parsed.reasoning)
+        return as_row(message) | ({"weight": 0} if parsed.malformed else {})
+
+    return read
+
+
+def as_row(message: Message) -> dict[str, Any]:
+    """A message in OpenAI's form, with its reasoning."""
+    fields: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                **({"id": call.id} if call.id else {}),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
+
+    for key, value in (
+        ("tool_call_id", message.tool_call_id),
+        ("name", message.name),
+        ("reasoning_content", message.reasoning),
+    ):
+        if value is not None:
+            fields[key] = value
+
+    return fields
+
+
+def conversations_of(
+    trajectory: Trajectory, read: Read, model: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """The rows of an attempt, each with `messages` and `tools`. `model`: POLICY or the name of a
+    remote model. None means all remote models if the attempt used any, else the policy."""
+    turns: Sequence[Turn | RemoteTurn] = trajectory.turns
+    if model != POLICY and (model is not None or trajectory.remote_turns):
+        turns = trajectory.remote_turns
+
+    parents = {turn.parent for turn in turns}
+    for leaf in turns:
+        if leaf.index in parents or model not in (None, POLICY, _model_of(leaf)):
+            continue
+
+        path: list[Turn | RemoteTurn] = [leaf]
+        while (parent := path[-1].parent) is not None:
+            path.append(turns[parent])
+
+        tools = path[-1].tools
+        messages: list[dict[str, Any]] = []
+        for turn in reversed(path):
+            context_rows = map(as_row, turn.messages[:-1])
+            messages += [_is_untrained(m) if m["role"] == "assistant" else m for m in context_rows]
+            last = turn.messages[-1]
+            reply_row = read(turn, tools) if isinstance(turn, Turn) else as_row(last)
+            messages.append(
+                _is_untrained(reply_row) if turn.finish_reason == "length" else reply_row
+            )
+
+        yield {
+            "messages": messages,
+            **({"tools": json.loads(tools)} if tools else {}),
+            "model": _model_of(leaf),
+        }
+
+
+def _model_of(turn: Turn | RemoteTurn) -> str:
+    return turn.model if isinstance(turn, RemoteTurn) else POLICY
+
+
+def _is_untrained(message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"weight": 0}
+
+
+async def export_sft(
+    store: Store,
+    path: Path,
+    read: Read,
+    *,
+    split: Split = "train",
+    min_reward: float | None = None,
+    per_task: int | None = None,
+    model: str | None = None,
+) -> RowReport:
+    """Writes the conversations of the attempts that succeeded, or have at least `min_reward`, to
+    `path` (.jsonl or .jsonl.gz). Each task has at most `per_task` attempts, the best first. Returns
+    the account of all attempts. Duplicates are left out. Raises ConfigError if there is nothing to
+    export."""
+    summaries = await store.summaries(split=split)
+    if not summaries:
+        raise ConfigError(await _no_attempt_message(store, split))
+
+    report = RowReport("export")
+    good = _select_good(summaries, report, min_reward)
+    if per_task is not None:
+        taught = {
+            stored.trajectory.id: _digests_to_train(stored.trajectory, read, model)
+            async for stored in store.trajectories(split=split, status="completed")
+            if stored.trajectory.id in good
+        }
+        good = _select_best(good, taught, per_task, report)
+
+    with atomic_file(path) as file:
+        rows = _ExportRows(file, report, read, model)
+        async for stored in store.trajectories(split=split, status="completed"):
+            if stored.trajectory.id in good:
+                rows.add(stored.trajectory, tokens_deleted=stored.tokens_deleted)
+        rows.check()
+
+    return report
+
+
+def export_played(
+    trajectories: Sequence[Trajectory],
+    path: Path,
+    read: Read,
+    *,
+    min_reward: float | None = None,
+    per_task: int | None = None,
+    model: str | None = None,
+) -> RowReport:
+    """Like `export_sft`, for attempts that an evaluation has stored. Raises ConfigError if there is
+    nothing to export."""
+    report = RowReport("export")
+    good = _select_good(trajectories, report, min_reward)
+    if per_task is not None:
+        taught = {
+            trajectory.id: _digests_to_train(trajectory, read, model)
+            for trajectory in trajectories
+            if trajectory.id in good
+        }
+        good = _select_best(good, taught, per_task, report)
+
+    with atomic_file(path) as file:
+        rows = _ExportRows(file, report, read, model)
+        for trajectory in trajectories:
+            if trajectory.id in good:
+                rows.add(trajectory)
+        rows.check()
+
+    return report
+
+
+class _ExportRows:
+    """The rows of a file that is being written."""
+
+    def __init__(self, file: IO[bytes], report: RowReport, read: Read, model: str | None) -> None:
+        self._file = file
+        self._report = report
+        self._read = read
+        self._model = model
+        self._known: set[str] = set()
+
+    def add(self, trajectory: Trajectory, *, tokens_deleted: bool = False) -> None:
+        """Adds all rows of an attempt, or reports why there are none."""
+        has_row = False
+        for row in conversations_of(trajectory, self._read, self._model):
+            has_row = True
+            self._report.rows += 1
+            try:
+                line = _line(row, trajectory, self._known)
+            except RowError as error:
+                self._report.add(trajectory.id, error)
+                continue
+
+            self._file.write(line.encode() + b"\n")
+
+        if not has_row:
+            self._report.rows += 1
+            who = f"the model {self._model}" if self._model else "a model"
+            what = "its tokens were deleted" if tokens_deleted else f"{who} said nothing"
+            self._report.add(trajectory.id, RowError("empty", f"{what} in this attempt"))
+
+    def check(self) -> None:
+        """Raises ConfigError if nothing was written."""
+        if not self._report.used:
+            raise ConfigError("\n".join(["nothing was written:", *self._report.lines()]))
+
+
+def _select_good(
+    summaries: Sequence[TrajectorySummary | Trajectory],
+    report: RowReport,
+    min_reward: float | None,
+) -> dict[str, str]:
+    """The attempts that are good enough, each with its task. The best come first, and among equals
+    the shortest."""
+    good: dict[str, str] = {}
+    for summary in sorted(summaries, key=lambda s: (-s.reward, _length(s), s.id)):
+        error: RowError | None = None
+        if summary.status != "completed":
+            error = RowError("attempt_failed", summary.error or summary.status)
+        elif min_reward is None and not summary.success:
+            error = RowError("low_reward", f"no success (reward {summary.reward:g})")
+        elif min_reward is not None and summary.reward < min_reward:
+            error = RowError("low_reward", f"reward {summary.reward:g} is below {min_reward:g}")
+
+        if error is None:
+            good[summary.id] = summary.task_id
+        else:
+            report.rows += 1
+            report.add(summary.id, error)
+
+    return good
+
+
+def _digests_to_train(trajectory: Trajectory, read: Read, model: str | None) -> set[bytes]:
+    """Digests of an attempt's rows that can be trained on."""
+    digests = set()
+    for row in conversations_of(trajectory, read, model):
+        with suppress(RowError):
+            digests.add(hashlib.sha256(_content(row, trajectory.id).encode()).digest())
+    return digests
+
+
+def _select_best(
+    good: Mapping[str, str], taught: Mapping[str, set[bytes]], per_task: int, report: RowReport
+) -> dict[str, str]:
+    """The first attempts of each task, until `per_task` of them have new content. Attempts without
+    new content are skipped and do not count."""
+    chosen: dict[str, str] = {}
+    taken: Counter[str] = Counter()
+    seen_digests: set[bytes] = set()
+    for name, task in good.items():
+        if taken[task] == per_task:
+            report.rows += 1
+            error = RowError("beyond_per_task", f"{per_task} of {task} are exported already")
+            report.add(name, error)
+            continue
+
+        chosen[name] = task
+        new = taught.get(name, set()) - seen_digests
+        taken[task] += bool(new)
+        seen_digests |= new
+
+    return chosen
+
+
+def _length(attempt: TrajectorySummary | Trajectory) -> int:
+    """The length of the replies in tokens. For a remote model, whose tokens are unknown, in
+    turns."""
+    if isinstance(attempt, Trajectory):
+        return attempt.num_completion_tokens() or len(attempt.remote_turns)
+    return attempt.num_completion_tokens
+
+
+def _content(row: Mapping[str, Any], name: str) -> str:
+    """A row as JSON. Raises RowError for a row that can't be trained on."""
+    check_text(row)
+    conversation = conversation_of(name, row)
+    answers = [m for m in conversation.messages if m["role"] == "assistant"]
+    if all(answer.get("weight") == 0 for answer in answers):
+        raise RowError("cut_off", "every answer was cut off by the token limit, or is malformed")
+    return json.dumps(row, ensure_ascii=False)
+
+
+def _line(row: Mapping[str, Any], trajectory: Trajectory, seen_contents: set[str]) -> str:
+    """A row of the file. Raises RowError for a row that can't be trained on, or is already in the
+    file."""
+    content = _content(row, trajectory.id)
+    if content in seen_contents:
+        raise RowError("duplicate", "an earlier attempt has the same reply")
+
+    seen_contents.add(content)
+    about = {
+        "task_id": trajectory.task_id,
+        "trajectory_id": trajectory.id,
+        "reward": trajectory.reward,
+    }
+    return json.dumps({**row, **about}, ensure_ascii=False)
+
+
+async def _no_attempt_message(store: Store, split: Split) -> str:
+    counts: Counter[str] = Counter(summary.split for summary in await store.summaries())
+    contents = ", ".join(f"{count} of the split {name}" for name, count in sorted(counts.items()))
+    remedy = f"it has {contents}: choose one with --split" if contents else "it has no attempt yet"
+    return f"the store has no attempt of the split {split}: {remedy}"

@@ -1,0 +1,216 @@
+"""The sources of a step's batch: attempts of the policy itself, or given data.
+
+    collect(step)             the attempts or data of this step
+    prepare(collected, step)  their samples, as the trainer's `step` takes them
+    replay(record)            the samples of a committed step, again
+
+The loop (run.py) is the same for all sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from agentevo.config import RunConfig
+from agentevo.errors import ConfigError, TrainingError
+from agentevo.runs.orchestration.collect import ONLY_SAMPLED, Collected, Collector, StepTasks
+from agentevo.runs.orchestration.rollout_sources import RolloutSource
+from agentevo.runtime.retry import STORE_RETRY_S, with_retries
+from agentevo.store.records import StepRecord
+from agentevo.store.store import Store
+from agentevo.training.batching.credit import CreditAsker, CreditedGroups
+from agentevo.training.batching.step_plan import StepPlan
+from agentevo.training.learner import PreparedBatch, RolloutTrainer
+from agentevo.training.pairs import Pair, PairData
+from agentevo.types import Trajectory
+
+
+class BatchSource(Protocol):
+    """See the module. `num_steps` is the number of steps of the run."""
+
+    num_steps: int
+    activity: str
+    """The name of `collect` in the view and in profiles: "sampling" or "data"."""
+    samples_rollouts: bool
+    """Whether batches are made of attempts, so that the metrics of the engine and of the attempts
+    describe a step."""
+
+    async def collect(self, step: int) -> Collected: ...
+
+    def prepare(self, collected: Collected, step: int) -> PreparedBatch: ...
+
+    async def replay(self, record: StepRecord) -> PreparedBatch:
+        """Raises TrainingError if the store no longer has the step's training data."""
+
+    def evaluate(self, stop: Callable[[], bool]) -> dict[str, float]:
+        """Metrics of the policy on held-out data; empty if there is none. Raises StopAskedError
+        when `stop()` becomes true during the evaluation."""
+
+    def opening_metrics(self) -> dict[str, float]:
+        """Metrics of the data that are logged before the first step."""
+
+    def value(self, metrics: Mapping[str, float]) -> float | None:
+        """The value by which the best checkpoint is chosen (higher is better), from `evaluate`'s
+        metrics; None if the metrics do not contain it."""
+
+    def summary(self, before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
+        """Entries of summary.json that only this source has."""
+
+    def warnings(self) -> list[str]: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state for a resumed run, as JSON values."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class WithoutHeldOutData:
+    """The common base of sources without held-out data: held-out tasks measure the policy."""
+
+    def evaluate(self, stop: Callable[[], bool]) -> dict[str, float]:
+        return {}
+
+    def opening_metrics(self) -> dict[str, float]:
+        return {}
+
+    def value(self, metrics: Mapping[str, float]) -> float | None:
+        return None
+
+    def summary(self, before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
+        return {}
+
+    def warnings(self) -> list[str]:
+        return []
+
+
+class RolloutBatches(WithoutHeldOutData):
+    """Groups of attempts at a step's tasks, made by the policy (reinforcement learning)."""
+
+    activity = "sampling"
+    samples_rollouts = True
+
+    def __init__(
+        self,
+        config: RunConfig,
+        rollouts: RolloutSource,
+        tasks: StepTasks,
+        trainer: RolloutTrainer,
+        store: Store,
+        note: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`note` is called for each stage of the tasks that begins."""
+        self.num_steps = config.trainer.steps
+        self.collector = Collector(config, rollouts, tasks)
+        self._only_samples = config.trainer.epochs == 0
+        self._tasks = tasks
+        self._note = note
+        self._stage = ""
+        self._staleness = config.rollout.staleness
+        self._trainer = trainer
+        self._store = store
+        credit = config.algorithm.credit
+        self._credit = None if credit is None else CreditAsker(credit)
+
+    async def collect(self, step: int) -> Collected:
+        """See Collector.collect. The committed steps determine its tasks."""
+        await self._tasks.learn(self._store)
+        stage = self._tasks.stage_name(step)
+        if stage != self._stage:
+            self._stage = stage
+            self._note(f"step {step} is of the stage {stage}")
+        return await self.collector.collect(step)
+
+    def prepare(self, collected: Collected, step: int) -> PreparedBatch:
+        """Advantages, or pairs, of the attempts that were kept. No attempt is older than
+        `rollout.staleness`."""
+        if self._only_samples:
+            return PreparedBatch([], dropped={t.id: ONLY_SAMPLED for t in collected.trainable})
+
+        credited = self._ask_credit(collected.trainable)
+        batch = self._trainer.prepare(
+            [t for t in collected.trainable if t.id not in credited.dropped],
+            collected.baselines,
+            version=step - 1,
+            bound=self._staleness,
+            turn_credits=credited.of_turns,
+        )
+        batch.dropped |= credited.dropped
+        batch.warnings += credited.warnings
+        return batch
+
+    def _ask_credit(self, trajectories: Sequence[Trajectory]) -> CreditedGroups:
+        return CreditedGroups() if self._credit is None else self._credit.ask(trajectories)
+
+    async def replay(self, record: StepRecord) -> PreparedBatch:
+        """Makes the samples from the step's plan and the attempts in the store."""
+        plan = StepPlan.of(record.step, record.record)
+
+        async def read() -> list[Trajectory]:
+            rows = self._store.trajectories(trained_step=record.step)
+            return [row.trajectory async for row in rows]
+
+        stored = await with_retries(
+            read, within_s=STORE_RETRY_S, what=f"reading what step {record.step} trained on"
+        )
+        trained = plan.restore_trained(stored)
+        credited = self._ask_credit(trained)
+        if credited.dropped:
+            problem = (
+                f"step {record.step} can't be repeated: algorithm.credit fails now, and did not "
+                f"when the step was committed"
+            )
+            raise TrainingError("\n".join([problem, *credited.warnings]))
+
+        return self._trainer.prepare(
+            trained,
+            plan.baselines,
+            version=record.step - 1,
+            bound=plan.staleness,
+            turn_credits=credited.of_turns,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.collector.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.collector.load_state_dict(state)
+
+
+class GivenPairs(WithoutHeldOutData):
+    """Pairs of answers from a file or from another run (preference training without sampling).
+
+    The run's seed shuffles the groups of pairs again in each round. Groups that do not fill a step
+    at a round's end wait for the next one: no step has a group twice.
+    """
+
+    activity = "data"
+    samples_rollouts = False
+
+    def __init__(self, config: RunConfig, groups: Sequence[Sequence[Pair]]) -> None:
+        self.num_steps = config.trainer.steps
+        self._data = PairData(groups, config.trainer.groups_per_step, config.run.seed)
+
+    async def collect(self, step: int) -> Collected:
+        """The step's pairs."""
+        return Collected(data_items=self._data.of_step(step))
+
+    def prepare(self, collected: Collected, step: int) -> PreparedBatch:
+        """The pairs are trained on as they are."""
+        pairs = collected.data_items
+        return PreparedBatch(pairs, {"preference/num_pairs": float(len(pairs))})
+
+    async def replay(self, record: StepRecord) -> PreparedBatch:
+        """The same pairs: they follow from the seed and the step."""
+        return self.prepare(await self.collect(record.step), record.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"digest": self._data.digest()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ConfigError if the pairs differ from those with which the run was started."""
+        if state != self.state_dict():
+            raise ConfigError(
+                "data.pairs, data.pairs_from: the pairs differ from those that the run was "
+                "started with: restore them, or start again with run.overwrite=true"
+            )

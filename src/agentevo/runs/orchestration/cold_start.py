@@ -1,0 +1,138 @@
+"""Cold start: the environment's solver plays, and the policy learns to write its answers. RL then
+begins with a policy that knows the format and the basics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from agentevo.config import RunConfig
+from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.compute.adapters import dropping_out
+from agentevo.observability import LiveView
+from agentevo.runs.orchestration.components import Components
+from agentevo.runs.orchestration.demonstrations import solver_episodes
+from agentevo.runs.orchestration.learners import PolicyTrainers
+from agentevo.runs.orchestration.rollout_sources import StopAskedError
+from agentevo.runs.orchestration.run_evaluation import RunEvaluation
+from agentevo.runs.orchestration.run_record import RunRecord
+from agentevo.runtime.seeds import derive_seed
+from agentevo.training.supervised import conversation_sample, train_supervised
+from agentevo.types import Sample
+
+
+def demonstrations(
+    parts: Components, view: LiveView, stop: Callable[[], bool] = lambda: False
+) -> list[Sample]:
+    """`cold_start.episodes` episodes as training samples. Raises as `solver_samples`."""
+    section = parts.config.cold_start
+    return solver_samples(
+        parts.config, parts.chat, section.episodes, section.random_action_rate, view, stop
+    )
+
+
+def solver_samples(
+    config: RunConfig,
+    chat: ChatFormat,
+    episodes: int,
+    random_action_rate: float,
+    view: LiveView,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[Sample]:
+    """Samples of the solver's answers in `episodes` episodes, on seeds that nothing else uses.
+    Raises as `solver_episodes`, and StopAskedError when `stop()` is true after an episode."""
+    samples: list[Sample] = []
+    played = solver_episodes(
+        config,
+        episodes,
+        random_action_rate,
+        note=view.note,
+        remedy="set cold_start.episodes=0",
+    )
+    for index, shown in played:
+        if stop():
+            raise StopAskedError("stopped while the solver played")
+
+        samples.extend(
+            conversation_sample(messages, chat, f"demonstration-{index}")
+            for messages in shown.conversations
+        )
+        if index % 50 == 0:
+            view.phase("demonstrating", f"episode {index}/{episodes}")
+
+    return samples
+
+
+def cold_start(
+    parts: Components,
+    view: LiveView,
+    stop: Callable[[], bool],
+    trainers: PolicyTrainers,
+) -> dict[str, float]:
+    """Trains the model in place and returns the metrics of the supervised phase. Raises as
+    `solver_samples`. A stop during training ends it before its next step."""
+    config = parts.config
+    samples = demonstrations(parts, view, stop)
+    seed = derive_seed(config.run.seed, "cold-start")
+    with dropping_out(parts.model, seed):
+        losses = train_supervised(
+            samples,
+            config.cold_start,
+            config.trainer,
+            make=trainers.cold_start,
+            seed=seed,
+            progress=lambda done, total, loss: view.phase(
+                "cold start", f"{done}/{total}, loss {loss:.3f} nats per token"
+            ),
+            stop=stop,
+        )
+
+    trained = sum(s.num_trained for s in samples) * config.cold_start.epochs
+    return (
+        {
+            "cold_start/loss_first": losses[0],
+            "cold_start/loss_last": losses[-1],
+            "cold_start/tokens": float(trained),
+        }
+        if losses
+        else {}
+    )
+
+
+class ColdStart:
+    """The cold start of a run, logged and, where it helps, evaluated before."""
+
+    def __init__(
+        self,
+        parts: Components,
+        trainers: PolicyTrainers,
+        record: RunRecord,
+        evaluation: RunEvaluation,
+        view: LiveView,
+        is_stopped: Callable[[], bool],
+    ) -> None:
+        self._parts = parts
+        self._trainers = trainers
+        self._record = record
+        self._evaluation = evaluation
+        self._view = view
+        self._is_stopped = is_stopped
+
+    async def run(self, *, is_logged: bool) -> None:
+        """Teaches the model, or ends early if the run is asked to stop. `is_logged`: a resumed run
+        without a checkpoint, whose log has it already."""
+        progress = self._record.progress
+        # Random weights are not worth an evaluation, and engines of other processes have no weights
+        # yet.
+        shows = self._parts.config.model.name != "tiny" and self._parts.run_engines is None
+        try:
+            if shows and not is_logged:
+                progress.cold_start_before = await self._evaluation.evaluate(
+                    "before the cold start", full=False, label="untaught-"
+                )
+            metrics = cold_start(self._parts, self._view, self._is_stopped, self._trainers)
+        except StopAskedError:
+            return
+
+        if not is_logged:
+            progress.trained_tokens += int(metrics.get("cold_start/tokens", 0))
+            self._record.log.log(0, metrics)

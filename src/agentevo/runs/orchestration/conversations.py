@@ -1,0 +1,406 @@
+"""The training data of `agentevo sft`: conversations from files, episodes of the environment's
+solver, the best stored attempts of another run. A RowReport lists every unused row with its reason
+and its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from agentevo.config import RunConfig, check_sft
+from agentevo.data import RowError, RowReport, check_source, read_conversations
+from agentevo.errors import ConfigError
+from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.compute.positions import context_length, row_limit
+from agentevo.models.files.load import LoadedModel
+from agentevo.observability import LiveView
+from agentevo.runs.folder.run_folder import check_run_folder, read_store
+from agentevo.runs.orchestration.cold_start import solver_samples
+from agentevo.runs.orchestration.collect import Collected
+from agentevo.runs.orchestration.players import check_solver
+from agentevo.runs.orchestration.preference_data import check_tokenizer
+from agentevo.runs.orchestration.rollout_sources import StopAskedError
+from agentevo.runtime.seeds import derive_seed
+from agentevo.store.records import StepRecord
+from agentevo.training.assistant_tokens import AssistantTokens, TokenRow
+from agentevo.training.learner import PreparedBatch
+from agentevo.training.pairs import answer_of
+from agentevo.training.supervised import plan_batches
+from agentevo.types import Sample, Trajectory
+
+HELD_OUT = "sft/eval/"
+"""Prefix of the metrics on held-out conversations."""
+LEFT_OUT = " left out, "
+BAD_ROWS = "bad_rows.jsonl"
+"""In the run's folder: every row that is not used."""
+Conversations = dict[str, list[TokenRow]]
+"""Name -> the samples of one conversation. They stay together."""
+
+
+@dataclass
+class SFTData:
+    """All encoded conversations."""
+
+    train: Conversations = field(default_factory=dict)
+    held_out: Conversations = field(default_factory=dict)
+    reports: list[RowReport] = field(default_factory=list)
+
+    def sizes(self) -> dict[str, int]:
+        """Conversation -> its tokens."""
+        return {name: sum(len(row.ids) for row in rows) for name, rows in self.train.items()}
+
+    def batch(self, names: Iterable[str]) -> list[Sample]:
+        return [row.sample() for name in names for row in self.train[name]]
+
+    def digest(self) -> str:
+        """SHA-256 of the tokens and masks of all conversations, hex."""
+        digest = hashlib.sha256()
+        for conversations in (self.train, self.held_out):
+            for row in (row for rows in conversations.values() for row in rows):
+                digest.update(struct.pack("<q", len(row.ids)) + row.ids.tobytes())
+                digest.update(row.mask.tobytes())
+            digest.update(b"|")
+        return digest.hexdigest()
+
+    def write_reports(self, folder: Path) -> None:
+        """Replaces BAD_ROWS in the run's folder."""
+        (folder / BAD_ROWS).unlink(missing_ok=True)
+        for report in self.reports:
+            report.write(folder / BAD_ROWS)
+
+    def held_out_samples(self) -> list[Sample]:
+        return [row.sample() for rows in self.held_out.values() for row in rows]
+
+
+class ConversationBatches:
+    """Batches of conversations, in an order that follows from the run's seed (supervised
+    fine-tuning).
+
+    Some conversations may be held out. The best checkpoint is then the one with the lowest loss on
+    these, unless the recipe has an environment to play.
+    """
+
+    activity = "data"
+    samples_rollouts = False
+
+    def __init__(self, config: RunConfig, data: SFTData) -> None:
+        self._config = config
+        self._data = data
+        self.measure: Callable[..., dict[str, float] | None] | None = None
+        """SupervisedTrainer.held_out of the trainer that trains on the conversations."""
+        seed = derive_seed(config.run.seed, "sft-order")
+        self._batches = plan_batches(data.sizes(), config.sft, seed)
+        self.num_steps = len(self._batches)
+        self._held_out = data.held_out_samples()
+        self._digest = data.digest()
+
+    async def collect(self, step: int) -> Collected:
+        """The step's conversations."""
+        epochs = step / self.num_steps * self._config.sft.epochs
+        samples = self._data.batch(self._batches[step - 1])
+        return Collected(data_items=samples, metrics={"training/epoch": epochs})
+
+    def prepare(self, collected: Collected, step: int) -> PreparedBatch:
+        """The conversations are trained on as they are."""
+        return PreparedBatch(collected.data_items)
+
+    async def replay(self, record: StepRecord) -> PreparedBatch:
+        """The same conversations: they follow from the data, the seed and the step."""
+        return self.prepare(await self.collect(record.step), record.step)
+
+    def evaluate(self, stop: Callable[[], bool]) -> dict[str, float]:
+        """Loss, perplexity and token accuracy on the held-out conversations, if there are any.
+        Raises StopAskedError if `stop()` says so between two of their batches."""
+        if not self._held_out:
+            return {}
+        assert self.measure is not None
+        metrics = self.measure(self._held_out, stop=stop)
+        if metrics is None:
+            raise StopAskedError("stopped while evaluating")
+        return metrics
+
+    def opening_metrics(self) -> dict[str, float]:
+        """How many rows were read and used."""
+        return {
+            key: value for report in self._data.reports for key, value in report.metrics().items()
+        }
+
+    def value(self, metrics: Mapping[str, float]) -> float | None:
+        """The negative held-out loss."""
+        loss = metrics.get(f"{HELD_OUT}loss")
+        return None if loss is None else -loss
+
+    def summary(self, before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
+        """The account of the rows, and the held-out conversations before and after."""
+        return {
+            "held_out": {
+                "conversations": len(self._data.held_out),
+                "before": _held_out_only(before),
+                "after": _held_out_only(after),
+            },
+            "data": {report.kind: report.summary() for report in self._data.reports},
+        }
+
+    def warnings(self) -> list[str]:
+        """The rows that were left out."""
+        return [
+            line for report in self._data.reports for line in report.lines() if LEFT_OUT in line
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"planned_steps": self.num_steps, "digest": self._digest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ConfigError if the data gives another number of steps than when the run was
+        started."""
+        if state["planned_steps"] != self.num_steps:
+            raise ConfigError(
+                f"data: it gives {self.num_steps} steps, but gave {state['planned_steps']} when "
+                "the run was started, so it has changed since: restore it, or start again with "
+                "run.overwrite=true"
+            )
+
+        if state["digest"] != self._digest:
+            raise ConfigError(
+                "data: its conversations differ from those that the run was started with: restore "
+                "them, or start again with run.overwrite=true"
+            )
+
+
+def _held_out_only(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {
+        key.removeprefix(HELD_OUT): value
+        for key, value in metrics.items()
+        if key.startswith(HELD_OUT)
+    }
+
+
+def check_sft_data(config: RunConfig) -> None:
+    """Raises ConfigError, before anything is created, for missing files, packages, solver or other
+    run."""
+    check_sft(config)
+    data = config.data
+    for key, sources in (("data.train", data.train), ("data.eval", data.eval)):
+        for source in sources:
+            check_source(source, key)
+
+    paths = [str(Path(source).expanduser().resolve()) for source in (*data.train, *data.eval)]
+    duplicate = next((source for source in paths if paths.count(source) > 1), None)
+    if duplicate is not None:
+        raise ConfigError(
+            f"data.train, data.eval: {duplicate} is given twice: its conversations would count "
+            "twice, or be held out and trained on"
+        )
+
+    if data.best_of is not None:
+        check_run_folder(data.best_of)
+        if data.best_of.resolve() == config.run_dir.resolve():
+            raise ConfigError(
+                f"data.best_of: {data.best_of} is this run's own folder: give it another one "
+                "with run.dir"
+            )
+
+    if data.demonstrations:
+        check_solver(config, "data.demonstrations needs: remove data.demonstrations")
+
+
+def read_sft_data(
+    config: RunConfig, loaded: LoadedModel, view: LiveView, stop: Callable[[], bool]
+) -> SFTData | None:
+    """`load_sft_data` for a model; None when `stop()` becomes true while it reads."""
+    context = context_length(loaded.model.config)
+    chat = None
+    if config.environment is not None:
+        chat = ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+
+    try:
+        return load_sft_data(config, loaded.tokenizer, chat, context, view, stop=stop)
+    except StopAskedError:
+        return None
+
+
+def load_sft_data(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatFormat | None,
+    context_length: int,
+    view: LiveView,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+) -> SFTData:
+    """Reads and encodes everything. Raises ConfigError if no row is left to train on, and
+    StopAskedError when `stop()` becomes true while it reads. Demonstrations need `chat`."""
+    section = config.data
+    conversations = SFTData()
+    limit = row_limit(context_length, section.max_tokens)
+    if section.train:
+        conversations.train |= _from_files(
+            config, section.train, "train", tokenizer, limit, conversations.reports, view, stop
+        )
+
+    if section.demonstrations:
+        assert chat is not None
+        samples = solver_samples(
+            config, chat, section.demonstrations, section.random_action_rate, view, stop
+        )
+        conversations.train |= _fitting(samples, "demonstrations", limit, conversations.reports)
+
+    if section.best_of is not None:
+        conversations.train |= _fitting(
+            *_best_attempts(config, section.best_of, tokenizer), limit, conversations.reports
+        )
+
+    if section.eval:
+        conversations.held_out |= _from_files(
+            config, section.eval, "eval", tokenizer, limit, conversations.reports, view, stop
+        )
+    elif section.eval_share:
+        conversations.held_out = _hold_out(conversations.train, section.eval_share, config.run.seed)
+
+    for line in (line for report in conversations.reports for line in report.lines()):
+        (view.warn if LEFT_OUT in line else view.note)(line)
+
+    if not conversations.train:
+        raise ConfigError(
+            "data: no usable row to train on:\n"
+            + "\n".join(line for report in conversations.reports for line in report.lines())
+        )
+
+    return conversations
+
+
+def _from_files(
+    config: RunConfig,
+    sources: Sequence[str],
+    kind: str,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    reports: list[RowReport],
+    view: LiveView,
+    stop: Callable[[], bool],
+) -> Conversations:
+    section = config.data
+    report = RowReport(kind)
+    conversations = Conversations()
+    reports.append(report)
+
+    encoder = AssistantTokens(
+        tokenizer, max_tokens=limit, train_on=section.train_on, too_long=section.too_long
+    )
+    for source in sources:
+        for conversation in read_conversations(source, section.format, report):
+            if stop():
+                raise StopAskedError("stopped while reading conversations")
+
+            try:
+                conversations[conversation.where], shortened = encoder.encode(conversation)
+                report.shortened += shortened
+            except RowError as error:
+                report.add(conversation.where, error)
+
+            if report.rows % 500 == 0:
+                view.phase("reading", f"{source}: {report.rows} rows")
+
+    return conversations
+
+
+def _fitting(
+    samples: Sequence[Sample], report: RowReport | str, limit: int, reports: list[RowReport]
+) -> Conversations:
+    """Samples by the conversation that they belong to. One sample that is too long excludes the
+    whole conversation."""
+    grouped: dict[str, list[Sample]] = {}
+    for sample in samples:
+        grouped.setdefault(sample.trajectory_id, []).append(sample)
+
+    if isinstance(report, str):
+        report = RowReport(report, rows=len(grouped))
+
+    reports.append(report)
+    conversations = Conversations()
+    for name, members in grouped.items():
+        longest = max(len(s.ids) for s in members)
+        if longest > limit:
+            report.add(
+                name,
+                RowError(
+                    "too_long", f"it has {longest} tokens, the limit is {limit} (data.max_tokens)"
+                ),
+            )
+        else:
+            conversations[name] = [TokenRow(name, s.ids, s.loss_mask) for s in members]
+
+    return conversations
+
+
+def _best_attempts(
+    config: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Sample], RowReport]:
+    """Rejection sampling: the samples of the best stored training attempts, at most `per_task` for
+    each task, and an account of all attempts."""
+    check_tokenizer(folder, tokenizer, "data.best_of", config.model.name)
+
+    async def read(store: Any) -> list[Trajectory]:
+        return [
+            row.trajectory async for row in store.trajectories(split="train", status="completed")
+        ]
+
+    attempts = [t for t in read_store(folder, read) if t.num_completion_tokens()]
+    return best_attempts(attempts, config.data.min_reward, config.data.per_task, str(folder))
+
+
+def best_attempts(
+    attempts: Sequence[Trajectory], min_reward: float | None, per_task: int, where: str
+) -> tuple[list[Sample], RowReport]:
+    """For every task the attempts with the highest reward, and among equals the one with the fewest
+    tokens. No two of them have equal tokens."""
+    report = RowReport("best_of", rows=len(attempts))
+    tasks: dict[str, list[Trajectory]] = {}
+    for attempt in attempts:
+        name = f"{where}:{attempt.id}"
+        if min_reward is None and not attempt.success:
+            report.add(name, RowError("low_reward", f"no success (reward {attempt.reward:g})"))
+        elif min_reward is not None and attempt.reward < min_reward:
+            report.add(
+                name, RowError("low_reward", f"reward {attempt.reward:g} is below {min_reward:g}")
+            )
+        else:
+            tasks.setdefault(attempt.task_id, []).append(attempt)
+
+    samples: list[Sample] = []
+    for task, members in tasks.items():
+        members.sort(key=lambda t: (-t.reward, t.num_completion_tokens(), t.id))
+        accepted: list[Any] = []
+        for attempt in members:
+            name = f"{where}:{attempt.id}"
+            answer = answer_of(attempt)
+            if any(answer.says(previous) for previous in accepted):
+                report.add(
+                    name,
+                    RowError("duplicate", f"has the same answer as a better attempt at {task}"),
+                )
+            elif len(accepted) == per_task:
+                report.add(
+                    name, RowError("beyond_per_task", f"{per_task} of {task} are used already")
+                )
+            else:
+                accepted.append(answer)
+                samples += answer.rows
+
+    return samples, report
+
+
+def _hold_out(train: Conversations, share: float, seed: int) -> Conversations:
+    """Moves the share out of `train`, at least one conversation and never the last one."""
+    names = list(train)
+    count = min(max(1, round(share * len(names))), len(names) - 1)
+    chosen = set(random.Random(derive_seed(seed, "sft-held-out")).sample(names, max(count, 0)))
+    return {name: train.pop(name) for name in names if name in chosen}

@@ -1,0 +1,179 @@
+"""Measures the policy on held-out tasks, next to a random and an optimal player under the same
+limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from agentevo.config import EnvironmentAgentSection, RunConfig
+from agentevo.config.named_agents import trained_agents
+from agentevo.rollout.failures import count_kinds, summarize_failures
+from agentevo.runs.orchestration.components import Components
+from agentevo.runs.orchestration.players import reference_players as players_of
+from agentevo.types import Baselines, Trajectory
+
+BY_STAGE = "success_by_stage"
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation's metrics and errors."""
+
+    metrics: dict[str, float]
+    num_tokens: int
+    """The number of generated tokens."""
+    num_attempts: int
+    errors: list[str | None]
+    """The errors of the failed attempts."""
+
+    @property
+    def failures(self) -> str:
+        """How many attempts failed and why, in words; empty if none failed."""
+        if not self.errors:
+            return ""
+        words = summarize_failures(self.errors, self.num_attempts)
+        return f"{words}; success and reward do not include them"
+
+    def notes(self, config: RunConfig, *, is_first: bool = True) -> list[str]:
+        """The lines under the table of an evaluation's numbers. Only the first table explains what
+        success means."""
+        meaning = meaning_of_success(config) if is_first else ""
+        return [line for line in (self.stages, self.failures, meaning) if line]
+
+    @property
+    def stages(self) -> str:
+        """Greedy success by stage, in words; empty if there are none."""
+        rates = [
+            f"{key.rpartition('/')[2]} {value:.1%}"
+            for key, value in self.metrics.items()
+            if f"/{BY_STAGE}/greedy/" in key
+        ]
+        return f"success by stage: {', '.join(rates)}" if rates else ""
+
+
+def reference_players(parts: Components) -> Baselines | None:
+    """Mean success of the two reference players on the held-out tasks; None for a user's own agent,
+    and, with a note, for an environment that can't give it."""
+    if parts.config.environment is None:
+        return None
+    return players_of(parts.config, parts.tasks.held_out(), parts.note)
+
+
+def meaning_of_success(config: RunConfig) -> str:
+    """Explains the numbers of a graded agent; empty for an environment's own success."""
+    if config.environment is not None and isinstance(config.agent, EnvironmentAgentSection):
+        return ""
+
+    if config.rewards:
+        return (
+            f"success: a score of 1 or more by {config.rewards[0].title}, unless it says "
+            "otherwise; reward: the mean of what the rewards give"
+        )
+
+    return (
+        "success: a reward of 1 or more, or what Outcome(success=...) says; reward: the mean of "
+        "what the agent returns"
+    )
+
+
+async def evaluate(
+    parts: Components, step: int, *, samples: int, players: Baselines | None, label: str = ""
+) -> Evaluated:
+    """Plays one greedy attempt per held-out task, and `samples` sampled ones: metrics
+    `val-core/...`. Success and reward are means over the attempts that completed, and left out
+    where none did. `val-aux/.../failed` is the share of failed attempts, `.../failed_by/.../KIND`
+    their number by kind, where there are any. `val-aux/.../success_by_stage/.../STAGE` is over the
+    tasks of each of the recipe's stages.
+
+    `label` begins the trajectories' own labels: needed where one step is evaluated twice.
+    """
+    config = parts.config
+    name = config.environment.type if config.environment is not None else "agent"
+    tasks = parts.tasks.held_out()
+
+    metrics: dict[str, float] = {}
+    by_agent: dict[str, float] = {}
+    tokens = 0
+    num_attempts = 0
+    errors: list[str | None] = []
+    passes = [("greedy", 1, 0.0)] + (
+        [("sampled", samples, config.evaluation.temperature)] if samples else []
+    )
+    for decoding, attempts, temperature in passes:
+        trajectories: list[Trajectory] = await parts.sampler.sample(
+            tasks,
+            attempts=attempts,
+            temperature=temperature,
+            split="eval",
+            step=step,
+            label=label + decoding,
+        )
+        tokens += sum(t.num_completion_tokens() for t in trajectories)
+
+        played = {t.agent for t in trajectories}
+        for agent in (
+            config.agents if len(played) > 1 else ()
+        ):  # a single agent has the numbers below
+            if completed := [
+                t for t in trajectories if t.agent == agent and t.status == "completed"
+            ]:
+                by_agent[f"val-core/{name}:{agent}/success/{decoding}"] = fmean(
+                    t.success for t in completed
+                )
+                by_agent[f"val-core/{name}:{agent}/reward/{decoding}"] = fmean(
+                    t.reward for t in completed
+                )
+
+        if config.agents:  # the numbers of the attempts are those of the main agent
+            trajectories = [t for t in trajectories if t.agent == trained_agents(config)[0]]
+
+        if done := [t for t in trajectories if t.status == "completed"]:
+            metrics[f"val-core/{name}/success/{decoding}"] = fmean(t.success for t in done)
+            metrics[f"val-core/{name}/reward/{decoding}"] = fmean(t.reward for t in done)
+            metrics |= _by_stage(parts, done, f"val-aux/{name}/{BY_STAGE}/{decoding}")
+
+        failed = [t.error for t in trajectories if t.status == "failed"]
+        metrics[f"val-aux/{name}/failed/{decoding}"] = len(failed) / len(trajectories)
+        for kind, count in count_kinds(failed).items():
+            metrics[f"val-aux/{name}/failed_by/{decoding}/{kind}"] = float(count)
+
+        num_attempts += len(trajectories)
+        errors += failed
+        metrics[f"val-aux/{name}/num_turns/{decoding}"] = fmean(len(t.turns) for t in trajectories)
+
+    metrics[f"val-core/{name}/n"] = float(len(tasks))
+    for player, value in (
+        (("random", players.random), ("optimal", players.optimal)) if players is not None else ()
+    ):
+        if value is not None:
+            metrics[f"val-core/{name}/{player}"] = value
+
+    return Evaluated(metrics | by_agent, tokens, num_attempts, errors)
+
+
+def _by_stage(parts: Components, done: Sequence[Trajectory], prefix: str) -> dict[str, float]:
+    """Success of completed attempts at the tasks of each stage that has some, as PREFIX/STAGE."""
+    metrics = {}
+    stages = parts.tasks.held_out_by_stage() if parts.config.tasks.stages else {}
+    for stage, ids in stages.items():
+        if successes := [t.success for t in done if t.task_id in ids]:
+            metrics[f"{prefix}/{stage}"] = fmean(successes)
+    return metrics
+
+
+def headline(metrics: dict[str, float]) -> float | None:
+    """The greedy success rate among an evaluation's metrics; None if every attempt failed."""
+    return next((value for key, value in metrics.items() if key.endswith("/success/greedy")), None)
+
+
+def failed_share(metrics: dict[str, float]) -> float:
+    """The share of greedy attempts that failed."""
+    return next((value for key, value in metrics.items() if key.endswith("/failed/greedy")), 0.0)
+
+
+def solved_share(metrics: dict[str, float]) -> float:
+    """The share of all greedy attempts that succeeded, counting failed ones. By this number,
+    weights under which attempts fail are never the best."""
+    return (headline(metrics) or 0.0) * (1.0 - failed_share(metrics))

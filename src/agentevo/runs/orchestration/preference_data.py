@@ -1,0 +1,139 @@
+"""The sources of the answers that preference training compares: sampled groups, the environment's
+solver, a file, or another run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from agentevo.agents.environment_agent import demonstrate
+from agentevo.algorithms.presets import PreferenceAlgorithm
+from agentevo.config import RunConfig
+from agentevo.errors import ConfigError, EnvironmentFailure
+from agentevo.models.compute.positions import context_length, row_limit
+from agentevo.rollout.tasks import seed_of_task
+from agentevo.runs.folder.run_folder import check_run_folder, read_store
+from agentevo.runs.orchestration.components import Components
+from agentevo.runs.orchestration.players import check_solver, solo_environment
+from agentevo.training.checkpoint import Checkpoints
+from agentevo.training.pair_file import pairs_of_lines, read_pair_file
+from agentevo.training.pairs import Pair, make_pairs
+from agentevo.training.supervised import conversation_sample
+from agentevo.types import Sample, Trajectory
+
+
+def solver_answers(parts: Components) -> Callable[[str], list[Sample]] | None:
+    """Task id -> the conversations of the environment's solver on it; None for a recipe whose pairs
+    have another source."""
+    preference = parts.config.algorithm.preference()
+    if preference is None or preference.pairs != "demonstrations" or parts.config.data.given:
+        return None
+    return _solver(parts)
+
+
+def given_pairs(parts: Components) -> list[list[Pair]] | None:
+    """The recipe's own pairs, by line or by group; None if it has none. Raises ConfigError for
+    pairs that can't be read."""
+    preference = parts.config.algorithm.preference()
+    return None if preference is None else _given_groups(parts, preference)
+
+
+def check_preference(config: RunConfig) -> None:
+    """Raises ConfigError, before anything is created, for a missing solver, lines of the file or
+    other run."""
+    algorithm = config.algorithm.preference()
+    if algorithm is None:
+        return
+
+    if config.data.pairs is not None:
+        read_pair_file(config.data.pairs, algorithm.loss)
+    elif config.data.pairs_from is not None:
+        check_run_folder(config.data.pairs_from)
+        if config.data.pairs_from.resolve() == config.run_dir.resolve():
+            raise ConfigError(
+                f"data.pairs_from: {config.data.pairs_from} is this run's own folder: give it "
+                "another one with run.dir"
+            )
+    elif algorithm.pairs == "demonstrations":
+        check_solver(
+            config,
+            "algorithm.pairs=demonstrations asks: set algorithm.pairs=best_worst",
+        )
+
+
+def _solver(parts: Components) -> Callable[[str], list[Sample]]:
+    """Task id -> the conversations of the environment's solver on it."""
+    config = parts.config
+    solo = solo_environment(config, parts.note)
+    failures: list[EnvironmentFailure] = []
+
+    def demonstration_samples(task_id: str) -> list[Sample]:
+        seed = seed_of_task(config.run.seed, task_id)
+        try:
+            shown = solo.call(
+                lambda environment: demonstrate(environment, seed, config.environment_agent, 0.0)
+            )
+        except EnvironmentFailure as error:
+            failures.append(error)
+            if len(failures) == 1:
+                parts.note(f"the solver failed on {task_id}, which has no pairs: {error}")
+            return []
+
+        conversations = [] if shown is None else shown.conversations
+        return [
+            conversation_sample(messages, parts.chat, f"{task_id} by the solver")
+            for messages in conversations
+        ]
+
+    return demonstration_samples
+
+
+def _given_groups(parts: Components, algorithm: PreferenceAlgorithm) -> list[list[Pair]] | None:
+    """The recipe's pairs, grouped by line or by group; None if it gives none."""
+    data = parts.config.data
+    if data.pairs is not None:
+        return pairs_of_lines(
+            read_pair_file(data.pairs, algorithm.loss),
+            parts.chat,
+            algorithm.loss,
+            row_limit(context_length(parts.model.config), data.max_tokens),
+        )
+
+    if data.pairs_from is None:
+        return None
+
+    folder = check_run_folder(data.pairs_from)
+    check_tokenizer(folder, parts.tokenizer, "data.pairs_from", parts.config.model.name)
+
+    async def read(store: Any) -> list[Trajectory]:
+        return [
+            row.trajectory async for row in store.trajectories(split="train", status="completed")
+        ]
+
+    trajectories = [t for t in read_store(folder, read) if t.num_completion_tokens()]
+    groups: dict[str, list[Pair]] = {}
+    for pair in make_pairs(trajectories, algorithm, parts.config.algorithm):
+        groups.setdefault(pair.group_id, []).append(pair)
+
+    if not groups:
+        raise ConfigError(
+            f"data.pairs_from: {folder}: its {len(trajectories)} training attempts give no pair "
+            f"for {algorithm.loss}: "
+            "give a run whose groups have different rewards, or lower algorithm.pair_margin"
+        )
+
+    return list(groups.values())
+
+
+def check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, key: str, model: str) -> None:
+    """Checks the tokenizer: stored attempts are token ids, which only their own tokenizer can
+    decode. `key` names the folder in the recipe."""
+    checkpoint = Checkpoints(folder / "checkpoints", 1).find("last")
+    if AutoTokenizer.from_pretrained(checkpoint).get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"{key}: {folder} was sampled with another tokenizer than that of model.name={model}: "
+            f"start from its model, for example model.name={checkpoint}"
+        )

@@ -1,0 +1,265 @@
+"""On the first of several processes that train together: the policy's trainers. Each is an ordinary
+trainer to the loop; all processes make its calls together.
+
+If the processes hold the model in parts and the first process's own engine serves, the first
+process also has a whole model, into which the parts are gathered after every update, tensor by
+tensor. If other engines serve, it has no whole model: weights are gathered tensor by tensor to
+publish and save them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from agentevo.config import RunConfig, SFTSection
+from agentevo.models.compute.sharded import skeleton_of
+from agentevo.models.files.in_parts import InParts, register_in_parts
+from agentevo.runs.orchestration.components import load_policy
+from agentevo.runs.orchestration.learners import (
+    AnyTrainer,
+    ColdStartTraining,
+    PolicyTraining,
+    PreferenceTraining,
+    SupervisedTraining,
+    TrainerKind,
+    make_learner,
+    preference_trainer,
+    saved_state,
+)
+from agentevo.runs.orchestration.rank_commands import (
+    BeginTraining,
+    ContributeState,
+    GatherWeights,
+    LoadPolicy,
+    LoadTrainerState,
+    MakeTrainer,
+    MeasureHeldOut,
+    PrepareAttempts,
+    TakeOptimizer,
+    TrainStep,
+    title_of,
+)
+from agentevo.runs.orchestration.ranks import RunRanks, contribution_of
+from agentevo.training.batching.credit import TurnCredits
+from agentevo.training.contribution import Contribution
+from agentevo.training.learner import Learner, PreparedBatch
+from agentevo.training.optimization import Optimization
+from agentevo.training.pairs import Demonstrations
+from agentevo.training.preference import PreferenceTrainer
+from agentevo.training.sharding.layouts import gather_trained
+from agentevo.training.sharding.saving import weight_parts
+from agentevo.training.state_parts import split_state
+from agentevo.training.supervised import SupervisedTrainer
+from agentevo.training.token_numbers import TokenNumbers
+from agentevo.training.trainer import Trainer
+from agentevo.types import Sample, Trajectory
+
+L = TypeVar("L", Trainer, PreferenceTrainer, SupervisedTrainer)
+
+
+class RankTrainers:
+    """PolicyTrainers of all processes; see the module."""
+
+    def __init__(
+        self,
+        ranks: RunRanks,
+        config: RunConfig,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        checkpoint: Path | None,
+        *,
+        serves: bool,
+    ) -> None:
+        """`model` serves, unless other engines do (`serves=False`); in that case it becomes this
+        process's part. `checkpoint`: the one from which the model was loaded."""
+        self.ranks = ranks
+        self.checkpoint = checkpoint
+        self._serving = model
+        self._config = config
+        self._tokenizer = tokenizer
+        ranks.send(LoadPolicy(checkpoint))
+        self.log = ranks.log(config.run_dir)
+        self.reads_parts = config.trainer.parallel.is_spread
+        self._has_whole = serves or not self.reads_parts
+        """Whether this process also has the whole model."""
+
+        self._model = model
+        if self.reads_parts:
+            part_of = load_policy(config, checkpoint, for_part=True).model if serves else model
+            self._model = ranks.share(part_of)
+
+        if not self._has_whole:
+            register_in_parts(
+                model,
+                InParts(
+                    skeleton_of(model),
+                    lambda only_trained: weight_parts(model, only_trained),
+                    ranks.send,
+                    ranks.weights,
+                ),
+            )
+
+    def policy(self) -> RankPolicyTrainer:
+        """See PolicyTrainers."""
+        return RankPolicyTrainer(self, *self._make(PolicyTraining(), Trainer))
+
+    def preferences(self, demonstrations: Demonstrations | None) -> RankPreferenceTrainer:
+        """See PolicyTrainers. Only this process makes pairs, so the others need no
+        demonstrations."""
+        kind = PreferenceTraining()
+        self.ranks.send(MakeTrainer(kind))
+        trainer = preference_trainer(self._config, self._model, demonstrations)
+        return RankPreferenceTrainer(self, kind.name, trainer)
+
+    def conversations(self, total_steps: int) -> RankSupervisedTrainer:
+        """See PolicyTrainers."""
+        made = self._make(SupervisedTraining(total_steps), SupervisedTrainer)
+        return RankSupervisedTrainer(self, *made)
+
+    def cold_start(self, settings: SFTSection, total_steps: int) -> RankSupervisedTrainer:
+        """See PolicyTrainers. Each process seeds its dropout itself."""
+        made = self._make(ColdStartTraining(settings, total_steps), SupervisedTrainer)
+        return RankSupervisedTrainer(self, *made)
+
+    def _make(self, kind: TrainerKind, of: type[L]) -> tuple[str, L]:
+        """A trainer that all processes make, and its name."""
+        self.ranks.send(MakeTrainer(kind))
+        trainer: AnyTrainer = make_learner(
+            self._config, kind, self._model, self._tokenizer, self.ranks.share
+        )
+        assert isinstance(trainer, of)
+        return kind.name, trainer
+
+    def state_of(
+        self, trainer: Learner, *, copied: bool
+    ) -> tuple[dict[str, Any], Contribution | None]:
+        """See PolicyTrainers. The other processes begin now."""
+        assert isinstance(trainer, RankTrainer), "several processes train one policy"
+
+        command = ContributeState(trainer.name, with_weights=not self._has_whole, copied=copied)
+        self.ranks.send(command)
+        state = trainer.state_dict()
+        shared = contribution_of(self._model, state, self.ranks.saves, command)
+        return split_state(state)[0], shared  # `shared` has the parts
+
+    def take_optimizer(self, trainer: Learner, checkpoint: Path) -> None:
+        """See PolicyTrainers."""
+        assert isinstance(trainer, RankTrainer), "several processes train one policy"
+
+        self.ranks.send(TakeOptimizer(trainer.name, checkpoint))
+        state = saved_state(self._config, checkpoint, in_parts=self.reads_parts)
+        trainer.optimization.carry_on(state["optimization"])
+
+    def gather(self) -> None:
+        """Copies the trained weights into the model that serves."""
+        if self.reads_parts and self._has_whole:
+            self.ranks.send(GatherWeights())
+            gather_trained(self._model, self._serving)
+
+
+class RankTrainer(Generic[L]):
+    """The first process's trainer, of any kind: a Learner."""
+
+    def __init__(self, trainers: RankTrainers, name: str, local: L) -> None:
+        self.name = name
+        self._trainers = trainers
+        self._ranks = trainers.ranks
+        self._local: L = local
+
+    @property
+    def optimization(self) -> Optimization:
+        return self._local.optimization
+
+    @property
+    def steps(self) -> int:
+        return self._local.steps
+
+    @property
+    def numbers(self) -> TokenNumbers | None:
+        return self._local.numbers
+
+    def begin(self) -> None:
+        """See Learner.begin."""
+        command = BeginTraining(self.name)
+        with self._trainers.log.call(title_of(command)):
+            self._ranks.send(command)
+            self._local.begin()
+
+    def step(self, samples: Sequence[Any]) -> dict[str, float]:
+        """See Learner.step."""
+        command = TrainStep(self.name, samples)
+        with self._trainers.log.call(title_of(command)):
+            self._ranks.send(command)
+            metrics = self._local.step(samples)
+
+        self._trainers.gather()
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """This process's part of the state; PolicyTrainers.state_of is of all processes."""
+        return self._local.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Learner.load_state_dict."""
+        checkpoint = self._trainers.checkpoint
+        assert checkpoint is not None, "the others read the state that the model was loaded with"
+
+        command = LoadTrainerState(self.name, checkpoint)
+        with self._trainers.log.call(title_of(command)):
+            self._ranks.send(command)
+            self._local.load_state_dict(state)
+
+
+class RankPolicyTrainer(RankTrainer[Trainer]):
+    """A RolloutTrainer."""
+
+    def prepare(
+        self,
+        trajectories: Sequence[Trajectory],
+        baselines: Mapping[str, float] = MappingProxyType({}),
+        *,
+        version: int | None = None,
+        bound: int | None = None,
+        turn_credits: TurnCredits = MappingProxyType({}),
+    ) -> PreparedBatch:
+        """See RolloutTrainer.prepare."""
+        command = PrepareAttempts(
+            self.name, list(trajectories), dict(baselines), version, bound, dict(turn_credits)
+        )
+        with self._trainers.log.call(title_of(command)):
+            self._ranks.send(command)
+            return command.apply(self._local)
+
+
+class RankPreferenceTrainer(RankTrainer[PreferenceTrainer]):
+    """A RolloutTrainer. Making pairs of attempts needs no model, so this process does it alone."""
+
+    def prepare(
+        self,
+        trajectories: Sequence[Trajectory],
+        baselines: Mapping[str, float] = MappingProxyType({}),
+        *,
+        version: int | None = None,
+        bound: int | None = None,
+        turn_credits: TurnCredits = MappingProxyType({}),
+    ) -> PreparedBatch:
+        """See RolloutTrainer.prepare."""
+        return self._local.prepare(
+            trajectories, baselines, version=version, bound=bound, turn_credits=turn_credits
+        )
+
+
+class RankSupervisedTrainer(RankTrainer[SupervisedTrainer]):
+    """A ConversationTrainer."""
+
+    def held_out(
+        self, samples: Sequence[Sample], *, stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
+        """See SupervisedTrainer.held_out. Only this process can stop it."""
+        self._ranks.send(MeasureHeldOut(self.name, samples))
+        return self._local.held_out(samples, stop=stop)

@@ -1,0 +1,235 @@
+"""The state of a run and the commit of each step: progress, warnings, the log of metrics, and the
+chain of the committed steps.
+
+A step is committed in one transaction with its plan, its metrics and the progress after it. The
+record of a step has only the warnings since the previous one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from agentevo.observability import CollapseMonitor, LiveView, MetricsLog
+from agentevo.observability.remedies import remedies_of
+from agentevo.runs.folder.chain import KEY as CHAIN
+from agentevo.runs.folder.chain import LOG, NUMBERS, ROWS, SUMMARY, End, HeadFile, file_digest
+from agentevo.runs.folder.creation import RunCommand, kind_of
+from agentevo.runs.orchestration.batch_sources import BatchSource
+from agentevo.runs.orchestration.components import Components
+from agentevo.runs.orchestration.ledger import commit
+from agentevo.runs.orchestration.progress import RunProgress
+from agentevo.runs.orchestration.row_digests import RowDigests
+from agentevo.runs.orchestration.summary import summary_of
+from agentevo.runs.orchestration.tracking import attempts_table
+from agentevo.runtime.event_loop import in_thread
+from agentevo.store.records import StepRecord
+from agentevo.training.batching.step_plan import StepPlan
+from agentevo.training.token_numbers import TokenNumbers, name_of, write_numbers
+from agentevo.types import Baselines, Trajectory
+
+
+class RunRecord:
+    """See the module. `progress` is ahead of `end`, the newest committed step, while a step is
+    evaluated and saved."""
+
+    def __init__(
+        self, parts: Components, source: BatchSource, view: LiveView, command: RunCommand
+    ) -> None:
+        self._parts = parts
+        self._config = parts.config
+        self._folder = parts.config.run_dir
+        self._source = source
+        self._view = view
+        self._command = command
+        self.log = MetricsLog(self._folder / "metrics.jsonl")
+        self.head = HeadFile(self._folder)
+        self.progress = RunProgress()
+        self.end = End()
+        self._monitor = CollapseMonitor(remedies=remedies_of(parts.config.model_dump(mode="json")))
+        self._row_digests = RowDigests(parts.store)
+        self._clock = time.perf_counter()
+        self._num_recorded = 0
+        """The number of warnings that are in the records of committed steps."""
+        self._numbers_digest: str | None = None
+        """The digest of the file with the newest step's token numbers, if there is one."""
+        self._has_warned_of_numbers = False
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the newest step of `progress` is the newest committed one."""
+        return self.progress.step == self.end.step
+
+    def begin(self, end: End) -> None:
+        """The run's folder exists from now on. `end`: the newest step that is committed there."""
+        self.end = end
+        self.head = HeadFile(self._folder)  # as write_config wrote it
+        self.head.note_commit(end)
+
+    def warn(self, text: str) -> None:
+        """Shows a warning, and keeps it for the summary."""
+        self.progress.warnings.append(text)
+        self._view.warn(text)
+
+    def observe(self, step: int, metrics: dict[str, float]) -> None:
+        """Warns of a possible collapse."""
+        for warning in self._monitor.observe(step, metrics):
+            self.warn(f"step {warning.step}: {warning.message}")
+
+    def add_step(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        sampled: Sequence[Trajectory],
+        dropped: Mapping[str, str],
+        *,
+        updated: bool,
+    ) -> None:
+        """A step is computed: counts and logs it. `dropped`: attempt -> why it is not trained
+        on."""
+        self.progress.count_step(step, sampled, metrics, dropped, updated=updated)
+        self.log.log(step, metrics, attempts_table(self._config, sampled))
+        self.observe(step, metrics)
+
+    @property
+    def early_stop(self) -> str | None:
+        """Why the run ends after its newest step; None if it does not."""
+        return self.progress.early_stop(self._config.evaluation.stop_after)
+
+    def warn_of_shortcomings(self) -> None:
+        """The run has ended: says why it ended early, if it did, and which of its numbers are
+        misleading."""
+        step = self.progress.step
+        num_steps = self._source.num_steps
+        if (reason := self.early_stop) is not None and step < num_steps:
+            self._view.note(
+                f"finished after step {step}, {num_steps - step} before the last: {reason} "
+                f"(evaluation.stop_after={self._config.evaluation.stop_after})"
+            )
+            num_steps = step
+
+        trains = self._config.trainer.epochs > 0
+        for text in self.progress.shortcomings(num_steps, trains=trains):
+            self.warn(text)
+
+    def write_summary(
+        self,
+        players: Baselines | None,
+        best: dict[str, float | None],
+        profile: dict[str, Any],
+    ) -> None:
+        """Writes summary.json; see `summary_of`."""
+        summary = summary_of(
+            self._parts,
+            self._source,
+            self.progress,
+            command=self._command,
+            players=players,
+            wall_s=self.wall_s(),
+            best=best,
+            profile=profile,
+        )
+        self.head.write_file(SUMMARY, json.dumps(summary, indent=2))
+
+    def wall_s(self) -> float:
+        """Seconds of training and evaluation so far, without pauses."""
+        return self.progress.wall_s + time.perf_counter() - self._clock
+
+    def exclude_pause(self, seconds: float) -> None:
+        """The run was paused for so long, which is no part of `wall_s`."""
+        self._clock += seconds
+
+    async def keep_numbers(self, step: int, numbers: TokenNumbers | None) -> None:
+        """Writes the token numbers of a step, if there are any. Runs before the step is committed,
+        so that every reader of the step finds them. A failure does not end the run."""
+        self._numbers_digest = None
+        if numbers is None:
+            return
+
+        try:
+            numbers_by_attempt = numbers.by_attempt()
+            await in_thread(write_numbers, self._folder, step, numbers_by_attempt)
+            self._numbers_digest = file_digest(self._folder / name_of(step))
+        except OSError as error:
+            if not self._has_warned_of_numbers:
+                self._view.note(f"tracking.token_numbers: {error}; the run continues without them")
+            self._has_warned_of_numbers = True
+
+    async def commit(
+        self,
+        plan: StepPlan,
+        metrics: dict[str, float],
+        checkpoint: dict[str, str] | None,
+        sampled: Sequence[Trajectory],
+    ) -> None:
+        """Commits the newest step of `progress`. `checkpoint`: the entry of the one that was saved
+        of it. `sampled`: all attempts of the step."""
+        rows = await self._row_digests.of_step(self.progress.step, sampled, plan.ids)
+        new = self.progress.warnings[self._num_recorded :]
+        progress = msgspec.structs.replace(self.progress, warnings=new)
+        record = {
+            "metrics": metrics,
+            "checkpoint": checkpoint,
+            "source": self._source.state_dict(),
+            "progress": msgspec.to_builtins(progress),
+            LOG: self.log.digest,
+            ROWS: msgspec.to_builtins(rows),
+        }
+        if self._numbers_digest is not None:
+            record[NUMBERS] = self._numbers_digest
+
+        self.end = await commit(self._parts.store, self.end, plan, record)
+        self.head.note_commit(self.end)
+        self.log.deliver_to_trackers(self.end.step)
+        self._num_recorded += len(new)
+
+    def give_up_step(self, committed: RunProgress) -> None:
+        """A stop was requested during the evaluation of the step, which is not committed. A resumed
+        run repeats it with the same attempts. `committed`: the progress before the step."""
+        step = self.progress.step
+        self._view.note(
+            f"stopped within the evaluation after step {step}: a resumed run repeats it"
+        )
+        self.progress = committed
+
+    def restore_step(self, step: StepRecord) -> None:
+        """A committed step was repeated: the progress is that of its record."""
+        earlier = [*self.progress.warnings]  # without those of `observe`, which the record has
+        metrics = {
+            key: math.nan if value is None else value
+            for key, value in step.record["metrics"].items()
+        }
+        self.observe(step.step, metrics)
+        self._source.load_state_dict(step.record["source"])
+        progress = msgspec.convert(step.record["progress"], RunProgress)
+        self._go_on_from(msgspec.structs.replace(progress, warnings=earlier + progress.warnings))
+
+    def state_dict(self, end: End | None = None) -> dict[str, Any]:
+        """The state for a checkpoint of the newest step, as JSON values. `end`: the newest step
+        that was committed at that time, where it is earlier than the present one."""
+        self.progress.wall_s = self.wall_s()
+        self._clock = time.perf_counter()
+        return {
+            "command": kind_of(self._command),
+            "progress": msgspec.to_builtins(self.progress),
+            "monitor": self._monitor.state_dict(),
+            "source": self._source.state_dict(),
+            CHAIN: msgspec.to_builtins(end or self.end),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`, except for the end."""
+        self._source.load_state_dict(state["source"])
+        self._go_on_from(msgspec.convert(state["progress"], RunProgress))
+        self._monitor.load_state_dict(state["monitor"])
+        self._clock = time.perf_counter()
+
+    def _go_on_from(self, progress: RunProgress) -> None:
+        """The progress is committed, including all its warnings."""
+        self.progress = progress
+        self._num_recorded = len(progress.warnings)

@@ -1,0 +1,241 @@
+"""The trackers of one run: which ones its configuration names, and what they receive at its
+beginning and at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import msgspec
+
+from agentevo.config import RunConfig
+from agentevo.config.interpolation import escape_tree
+from agentevo.errors import AgentEvoError, MissingExtraError
+from agentevo.observability import LiveView
+from agentevo.observability.moment import Moment
+from agentevo.observability.trackers import (
+    TrackedRow,
+    TrackedRun,
+    TrackedTable,
+    TrackerConfig,
+    Tracking,
+    trackers,
+)
+from agentevo.observability.trackers.secrets import without_secrets
+from agentevo.observability.trackers.tracker import State
+from agentevo.observability.trackers.tracking import clean_table
+from agentevo.runs.folder.lock import only_trainer
+from agentevo.runs.folder.now_file import NowFile
+from agentevo.types import Trajectory
+
+BOARD = "tensorboard"
+LONGEST_TEXT = 4000
+"""The number of characters of an attempt's conversation in a table for people."""
+COLUMNS = ("task", "attempt", "status", "reward", "success", "turns", "tokens", "said", "error")
+
+
+class Hearer(Protocol):
+    """Receives the messages of trackers; an example is LiveView."""
+
+    def note(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Turns notes and warnings into lines."""
+
+    note: Callable[[str], None]
+
+    def warn(self, text: str) -> None:
+        self.note(text)
+
+
+def chosen(config: RunConfig, *, board: bool = True) -> list[TrackerConfig]:
+    """The options of each tracker. TensorBoard is one of them unless it is off. `board`: the run
+    has a folder for it."""
+    backends = [backend for backend in config.tracking.backends if backend.name != BOARD]
+    named = len(backends) < len(config.tracking.backends)
+    has_board = board and (named or config.tracking.tensorboard)
+    return [*([TrackerConfig(name=BOARD)] if has_board else []), *backends]
+
+
+def check_tracking(config: RunConfig) -> None:
+    """Raises ConfigError for a tracker that can't begin, independent of the network: its package or
+    its key is missing."""
+    for tracker in chosen(config):
+        try:
+            trackers.get(tracker.name).check(tracker)
+        except MissingExtraError as error:
+            if tracker.name != BOARD:
+                raise
+            raise MissingExtraError(
+                "tracking.tensorboard=true needs the package tensorboard: pip install "
+                "tensorboard, or set tracking.tensorboard=false"
+            ) from error
+
+
+@contextmanager
+def track(
+    config: RunConfig,
+    kind: str,
+    hearer: Hearer,
+    is_stopped: Callable[[], bool] = lambda: False,
+    *,
+    folder: Path | None = None,
+) -> Iterator[Tracking]:
+    """The trackers of a run. They end with the block, with the state in which it ends. The first of
+    several processes that train together has them; the other processes have none. `folder`: for a
+    command without a run's folder, such as an evaluation."""
+    tracking = Tracking(
+        [(tracker, trackers.get(tracker.name)) for tracker in chosen(config, board=folder is None)]
+        if is_first()
+        else [],
+        _describe_run(config, kind, folder),
+        note=hearer.note,
+        warn=hearer.warn,
+        flush_s=config.tracking.flush_s,
+        keep_record=folder is None,
+    )
+    state: State = "failed"
+    try:
+        yield tracking
+        state = "stopped" if is_stopped() else "finished"
+    except (KeyboardInterrupt, SystemExit):
+        state = "stopped"
+        raise
+    finally:
+        if tracking:
+            _end(tracking, config, state, config.run_dir if folder is None else None)
+
+
+def report_evaluation(
+    config: RunConfig,
+    metrics: Mapping[str, float],
+    *,
+    step: int = 0,
+    folder: Path,
+    hearer: Hearer,
+) -> None:
+    """An evaluation as a run of its own in the trackers that the configuration lists. Their files
+    go below `folder`. TensorBoard is not among them, since it needs a run's folder."""
+    if not chosen(config, board=False):
+        return
+    with track(config, "eval", hearer, folder=folder) as tracking:
+        tracking.put(TrackedRow(step=step, time=time.time(), metrics=dict(metrics)))
+
+
+def attempts_table(
+    config: RunConfig, trajectories: Sequence[Trajectory]
+) -> tuple[TrackedTable, ...]:
+    """The first attempts of a step for people, as many as the configuration allows."""
+    count = config.tracking.attempts
+    if not count or not trajectories:
+        return ()
+
+    rows = [
+        (
+            trajectory.task_id,
+            trajectory.attempt,
+            trajectory.status,
+            trajectory.reward,
+            trajectory.success,
+            len(trajectory.turns),
+            trajectory.num_completion_tokens(),
+            _transcript(trajectory),
+            trajectory.error or "",
+        )
+        for trajectory in trajectories[:count]
+    ]
+    return (clean_table(TrackedTable("attempts", COLUMNS, tuple(rows))),)
+
+
+def _transcript(trajectory: Trajectory) -> str:
+    parts = []
+    for turn in trajectory.turns:
+        for message in turn.messages:
+            calls = "".join(
+                f"\n-> {tool_call.name}({tool_call.arguments})" for tool_call in message.tool_calls
+            )
+            parts.append(f"[{message.role}] {message.text}{calls}")
+
+    text = "\n".join(parts)
+    left_out = len(text) - LONGEST_TEXT
+    return text if left_out <= 0 else f"{text[:LONGEST_TEXT]}... ({left_out} characters more)"
+
+
+def _describe_run(config: RunConfig, kind: str, folder: Path | None) -> TrackedRun:
+    section = config.tracking
+    name = section.name or config.run.name
+    return TrackedRun(
+        folder=folder or config.run_dir,
+        project=section.project,
+        name=f"{name}-eval" if kind == "eval" else name,
+        group=section.group,
+        tags=section.tags,
+        notes=section.notes,
+        kind=kind,
+        config=without_secrets(cast("dict[str, Any]", escape_tree(config.model_dump(mode="json")))),
+    )
+
+
+def _end(tracking: Tracking, config: RunConfig, state: State, folder: Path | None) -> None:
+    """Gives the trackers the files of the run's folder and everything that still waits."""
+    figures: dict[str, Path] = {}
+    artifacts: dict[str, Path] = {}
+    summary: dict[str, Any] = {}
+    if folder is not None:
+        figures = {f"plots/{path.stem}": path for path in sorted((folder / "plots").glob("*.png"))}
+        files = {"metrics": folder / "metrics.jsonl", "summary": folder / "summary.json"}
+        artifacts = {name: path for name, path in files.items() if path.is_file()}
+        with suppress(OSError, ValueError):
+            summary = without_secrets(json.loads((folder / "summary.json").read_bytes()))
+        if config.tracking.log_model and state == "finished":
+            artifacts |= _best_checkpoint(config)
+
+    tracking.close(state, summary, figures=figures, artifacts=artifacts)
+
+
+def _best_checkpoint(config: RunConfig) -> dict[str, Path]:
+    from agentevo.training.checkpoint import Checkpoints
+
+    folder = config.run_dir / "checkpoints"
+    try:
+        return {"model": Checkpoints(folder, config.checkpoint.keep_last).find("best")}
+    except AgentEvoError:
+        model = config.run_dir / "model"
+        return {"model": model} if model.is_dir() else {}
+
+
+def is_first() -> bool:
+    """Whether this process is the first of those that train together (training/parallel.py). A
+    process that a launcher has started and that has not joined the others yet knows this by
+    RANK."""
+    torch = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return bool(distributed.get_rank() == 0)
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def only_trainer_here(
+    folder: Path, view: LiveView, is_stopped: Callable[[], bool]
+) -> Iterator[None]:
+    """Holds the run's lock, and the file that shows other processes the state of the run. Of
+    several processes that train together, the first one writes that file."""
+
+    def moment() -> Moment:
+        return msgspec.structs.replace(view.moment(), is_stopping=is_stopped())
+
+    now_file = NowFile(folder, moment, note=view.note, is_written=is_first())
+    with only_trainer(folder), now_file:
+        yield

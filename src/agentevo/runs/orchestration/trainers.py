@@ -1,0 +1,154 @@
+"""Chooses the trainer of a run's policy and the source of its batches, by the recipe's
+algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from agentevo.config import RunConfig
+from agentevo.config.named_agents import policy_of, trained_policies
+from agentevo.config.parallel import world_size
+from agentevo.models.compute.adapters import num_parameters
+from agentevo.runs.folder.creation import RunCommand
+from agentevo.runs.orchestration.batch_sources import BatchSource, GivenPairs, RolloutBatches
+from agentevo.runs.orchestration.components import Components
+from agentevo.runs.orchestration.conversations import ConversationBatches, SFTData
+from agentevo.runs.orchestration.learners import LocalTrainers, PolicyTrainers, policy_trainer
+from agentevo.runs.orchestration.preference_data import given_pairs, solver_answers
+from agentevo.runs.orchestration.rank_trainers import RankTrainers
+from agentevo.runs.orchestration.ranks import RunRanks
+from agentevo.runs.orchestration.rollout_sources import (
+    ColocatedRollouts,
+    DisaggregatedRollouts,
+    RolloutSource,
+    SamplerSupervisor,
+    SynchronousRollouts,
+)
+from agentevo.runs.orchestration.self_play import SelfPlayRollouts
+from agentevo.runs.orchestration.submissions import Submissions, SubmittedBatches, SubmittedRollouts
+from agentevo.runtime.devices import is_accelerator
+from agentevo.training.agent_trainers import AgentTrainers
+from agentevo.training.learner import Learner, RolloutTrainer
+
+
+def make_rollouts(
+    parts: Components,
+    stop: Callable[[], bool],
+    note: Callable[[str], None],
+    *,
+    sampled: bool,
+    is_disaggregated: bool,
+    supervisor: SamplerSupervisor | None,
+    submissions: Submissions | None = None,
+) -> RolloutSource:
+    """The source that the recipe asks for. `sampled`: attempts are trained on.
+    `is_disaggregated`: engines and samplers are other processes, which `supervisor`, if there is
+    one, keeps alive. `submissions`: a program's own loop makes the attempts."""
+    if submissions is not None:
+        return SubmittedRollouts(parts, submissions)
+
+    if is_disaggregated:
+        check = (lambda: None) if supervisor is None else supervisor.check
+        return DisaggregatedRollouts(parts, stop, check, note)
+
+    if parts.config.rollout.staleness and sampled:
+        return ColocatedRollouts(parts, stop, note)
+    if parts.config.tasks.self_play is not None:
+        return SelfPlayRollouts(parts)
+
+    return SynchronousRollouts(parts)
+
+
+def make_trainers(parts: Components, ranks: RunRanks | None = None) -> PolicyTrainers:
+    """Makes the trainers of the run's policy. `ranks`: the processes that train together."""
+    if ranks is None:
+        return LocalTrainers(parts.config, parts.model, parts.tokenizer)
+
+    serves = parts.run_engines is None
+    return RankTrainers(
+        ranks, parts.config, parts.model, parts.tokenizer, parts.checkpoint, serves=serves
+    )
+
+
+def make_trainer(
+    parts: Components,
+    rollouts: RolloutSource,
+    trainers: PolicyTrainers,
+    conversations: SFTData | None = None,
+) -> tuple[Learner, BatchSource]:
+    """The trainer of the policy and the source of its batches, by the recipe's algorithm."""
+    config = parts.config
+    if conversations is not None:
+        batches = ConversationBatches(config, conversations)
+        supervised = trainers.conversations(batches.num_steps)
+        batches.measure = supervised.held_out
+        return supervised, batches
+
+    trainer: RolloutTrainer
+    if config.algorithm.preference() is not None:
+        trainer = trainers.preferences(solver_answers(parts))
+        pairs = given_pairs(parts)
+        if pairs is not None:
+            return trainer, GivenPairs(config, pairs)
+    elif parts.policies:
+        names = trained_policies(config)
+        trainer = AgentTrainers(
+            {
+                name: policy_trainer(config, policy.model, policy.tokenizer)
+                for name, policy in ((name, parts.policies[name]) for name in names)
+            },
+            partial(policy_of, config),
+        )
+    else:
+        trainer = trainers.policy()
+
+    if isinstance(rollouts, SubmittedRollouts):
+        return trainer, SubmittedBatches(config, rollouts, trainer, parts.store)
+
+    tasks = parts.tasks
+    store = parts.store
+    note = parts.note
+    return trainer, RolloutBatches(config, rollouts, tasks, trainer, store, note)
+
+
+def opening_notes(config: RunConfig, command: RunCommand) -> list[str]:
+    """Lines about the processes that train together, before the model is loaded."""
+    world = world_size()
+    if world == 1:
+        return []
+
+    notes = [f"{world} processes train together: {config.trainer.parallel.shared_by(world)}"]
+    if command == "train" and not config.rollout.samplers and not config.data.given:
+        notes.append(
+            f"the first of them samples, and {world - 1} wait for it: `agentevo launch "
+            "... --set engines=N --set samplers=1` gives engines devices of their own"
+        )
+
+    return notes
+
+
+def training_notes(parts: Components, command: RunCommand) -> list[str]:
+    """Lines about the training before its first step: what determines the value of each turn, how
+    much of the model is trained, a number format that is slow on an accelerator, and missing
+    tasks."""
+    notes = [f"credit: {parts.config.algorithm.credit_rule}"]
+    if parts.config.model.lora.enabled:
+        trained, total = num_parameters(parts.model)
+        share = f"{trained:,} of {total:,} parameters ({trained / total:.1%})"
+        notes.append(f"training adapters: {share}")
+
+    device = parts.model.device
+    model = parts.config.model
+    if is_accelerator(device) and model.dtype == "float32" and model.name != "tiny":
+        notes.append(
+            f"model.dtype=float32 on {device.type}: bfloat16 computes faster there and halves the "
+            "memory of weights and activations: set model.dtype=bfloat16"
+        )
+
+    config = parts.config
+    if command != "sft" and not config.data.given and config.trainer.steps:
+        shortfall = parts.tasks.shortfall()
+        notes += [shortfall] if shortfall else []
+
+    return notes

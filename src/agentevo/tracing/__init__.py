@@ -1,5 +1,0 @@
-"""Spans of OpenTelemetry, made of the calls that attempts record."""
-
-from agentevo.tracing.opening import check_tracing, open_tracing
-
-__all__ = ["check_tracing", "open_tracing"]

@@ -1,0 +1,359 @@
+"""Makes tasks for a tool server from the server alone. Real calls explore its tools (survey.py).
+Random call sequences run on the server (walks.py). Their final state, or the value that they find,
+becomes the truth (grounding.py). A text asks the agent to reach it (wording.py).
+
+All random choices come from the seed, so the same server, seed and counts give the same tasks.
+Walks run in rounds of CONCURRENCY, each walk in its own session. The tools that a round prefers
+depend on earlier rounds. Only a task's content decides whether the task is held out (scenario.py).
+So no content is both trained on and held out, even in later sets of tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from agentevo.config.tools import ToolSection
+from agentevo.errors import AgentEvoError, ConfigError
+from agentevo_evolve.task_making.calls import CallResult, ToolWorld, call_tool
+from agentevo_evolve.task_making.grounding import UngroundedError, ground_scenario
+from agentevo_evolve.task_making.scenario import (
+    MAX_DIFFICULTY,
+    Scenario,
+    ScenarioStep,
+    is_held_out,
+    steps_of,
+)
+from agentevo_evolve.task_making.survey import Survey, survey
+from agentevo_evolve.task_making.walks import (
+    MAX_CALLS,
+    Coverage,
+    extend_question,
+    prune_steps,
+    walk,
+)
+from agentevo_evolve.task_making.wording import (
+    LANGUAGES,
+    PERSONAS,
+    gives_away,
+    named_tools,
+    values_left_out,
+    word_scenario,
+)
+
+CONCURRENCY = 8
+MAX_MISSES = 400
+"""The number of walks in a row without a new task, after which the search ends."""
+MAX_QUERY_CHARS = 4000
+"""The maximum number of characters of a task. Descriptions can have any length."""
+MAX_DIFFICULTY_SHARE = 0.4
+"""The share of the tasks that may have the same difficulty while others are found. Beyond it, one
+more task of that difficulty is accepted after MAX_MISSES / 2 unsuccessful walks, the next one after
+half as many, and so on. So the search for other difficulties costs MAX_MISSES walks altogether."""
+SAME_ANSWER = 4
+SAME_SHARE = 0.03
+"""The maximum number of tasks with the same last call and answer is SAME_ANSWER, or SAME_SHARE of
+all wanted tasks. With more, an agent could guess the answer."""
+
+
+class WantedTasks(msgspec.Struct, frozen=True, kw_only=True):
+    """The tasks to make."""
+
+    train: int = 200
+    held_out: int = 50
+    seed: int = 0
+    worlds: int = 1
+    """The number of worlds. Each task's `world` is the number of its world. 1 for a server with a
+    single world."""
+    max_calls: int = MAX_CALLS
+    languages: tuple[str, ...] = ("en",)
+    personas: tuple[str, ...] = ("",)
+    """The personas that ask. "" is no particular persona."""
+    kinds: tuple[str, ...] = ("state", "answer")
+    min_difficulty: int = 1
+    max_difficulty: int = MAX_DIFFICULTY
+    values: Mapping[str, Sequence[Any]] = {}
+    """Maps a parameter to the values that the user names."""
+
+
+class MadeTasks(msgspec.Struct, kw_only=True):
+    """The tasks that were made for a server."""
+
+    train: list[dict[str, Any]] = []
+    """The rows of the task file."""
+    held_out: list[dict[str, Any]] = []
+    survey: Survey
+    reasons: dict[str, int] = {}
+    """Maps the reason why walks gave no task to their number."""
+
+    @property
+    def account(self) -> dict[str, Any]:
+        """The account for users and reports."""
+        rows = [*self.train, *self.held_out]
+        tools = Counter(tool for row in rows for tool in row["tools"])
+        pairs = {pair for row in rows for pair in zip(row["tools"], row["tools"][1:], strict=False)}
+        return {
+            "train": len(self.train),
+            "held_out": len(self.held_out),
+            "difficulty": dict(sorted(Counter(row["difficulty"] for row in rows).items())),
+            "tools": {name: tools[name] for name in self.survey.schemas},
+            "pairs": sorted(f"{first} -> {then}" for first, then in pairs),
+            "silent": self.survey.unresponsive,
+            "changing": sorted(self.survey.changing),
+            "reasons": self.reasons,
+        }
+
+
+def check_wanted(request: WantedTasks) -> None:
+    """Raises ConfigError for a request that can't be fulfilled."""
+    for chosen, allowed, what in (
+        (request.languages, tuple(LANGUAGES), "--language"),
+        (request.personas, ("", *PERSONAS), "--persona"),
+        (request.kinds, ("state", "answer", "open"), "--kind"),
+    ):
+        unknown = next((value for value in chosen if value not in allowed), None)
+        if unknown is not None or not chosen:
+            names = ", ".join(filter(None, allowed))
+            raise ConfigError(f"{what} {unknown or 'nothing'}: there are {names}")
+
+    if not 1 <= request.min_difficulty <= request.max_difficulty <= MAX_DIFFICULTY:
+        raise ConfigError(
+            f"--difficulty: {request.min_difficulty} to {request.max_difficulty}: give 1 to "
+            f"{MAX_DIFFICULTY}"
+        )
+
+
+async def make_tasks(
+    sections: Sequence[ToolSection],
+    request: WantedTasks,
+    *,
+    taken: frozenset[str] = frozenset(),
+    harder_than: Sequence[Mapping[str, Any]] = (),
+    on_note: Callable[[str], None] = lambda line: None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> MadeTasks:
+    """Makes the tasks. `taken`: contents that are not made again. `harder_than`: rows of generated
+    tasks. Every new task extends one of these tasks by further calls. Raises ToolUnavailableError
+    if the server can't be reached, ConfigError if none of its tools returns a result, and
+    AgentEvoError if no task can be made."""
+    check_wanted(request)
+    world = ToolWorld(sections)
+    try:
+        surveyed = await survey(world, request.values, seed=request.seed)
+        for name, why in surveyed.unresponsive.items():
+            on_note(
+                f"no task needs {name}: it refuses calls that its schema allows, or fails ({why})"
+            )
+        return await _Maker(world, surveyed, request, taken, harder_than, progress).make()
+    finally:
+        await world.close()
+
+
+class _Maker:
+    """Makes one set of tasks in rounds."""
+
+    def __init__(
+        self,
+        world: ToolWorld,
+        surveyed: Survey,
+        request: WantedTasks,
+        taken: frozenset[str],
+        parents: Sequence[Mapping[str, Any]],
+        progress: Callable[[int], None],
+    ) -> None:
+        self._world = world
+        self._survey = surveyed
+        self._request = request
+        self._progress = progress
+        self._reasons = Counter[str]()
+        self._coverage = Coverage()
+        self._taken_contents = set(taken)
+        self._queries = set[str]()
+        self._made = MadeTasks(survey=surveyed)
+        self._num_by_difficulty = Counter[int]()
+        self._misses = 0
+        self._patience = MAX_MISSES // 2
+        self._parents = parents
+
+    async def make(self) -> MadeTasks:
+        """See make_tasks."""
+        tasks = self._made
+        request = self._request
+        number = 0
+        while self._misses < MAX_MISSES and (
+            len(tasks.train) < request.train or len(tasks.held_out) < request.held_out
+        ):
+            numbers = range(number, number + CONCURRENCY)
+            number += CONCURRENCY
+
+            walked = await asyncio.gather(*map(self._walk, numbers))
+            for (scenario, results), draw in zip(walked, map(self._draw, numbers), strict=True):
+                for result in results:
+                    self._survey.learn(result)
+                is_kept = scenario is not None and self._keep(scenario, draw)
+                if results and not is_kept:
+                    self._coverage.fruitless[results[-1].tool] += 1
+                self._misses = 0 if is_kept else self._misses + 1
+
+            self._progress(len(tasks.train) + len(tasks.held_out))
+
+        tasks.reasons = dict(self._reasons.most_common())
+        if not tasks.train or (request.held_out and not tasks.held_out):
+            why = "; ".join(f"{reason}: {count}" for reason, count in self._reasons.most_common(5))
+            raise AgentEvoError(
+                f"no call of the server could become a task ({why or 'no walk'}): "
+                "give values of its parameters by --value, or other tools by --include"
+            )
+
+        return tasks
+
+    def _draw(self, number: int, purpose: str = "words") -> random.Random:
+        return random.Random(f"{purpose}-{self._request.seed}-{number}")
+
+    async def _walk(self, number: int) -> tuple[Scenario | None, list[CallResult]]:
+        """A walk of a round: its scenario, and the results of its calls. It uses only knowledge
+        from earlier rounds, so concurrent walks do not affect each other."""
+        draw = self._draw(number, "walk")
+        request = self._request
+
+        parent = ""
+        world = draw.randrange(request.worlds)
+        start = list[ScenarioStep]()
+        if self._parents:
+            row = draw.choice(self._parents)
+            start = steps_of(row)
+            world = int(row.get("world", 0))
+            parent = str(row["id"])
+
+        fewest = 2 if self._has_enough(1) else 1
+        most = max(fewest, request.max_calls)
+        num_calls = max(1, draw.randint(fewest, most) - len(start))
+        async with self._world.open(world) as tools:
+            for step in start:
+                await call_tool(tools, step.tool, step.arguments)
+            is_question = bool(start) and start[-1].question is not None
+            if is_question:
+                walked, results = await extend_question(tools, self._survey, start, draw)
+            else:
+                walked, results = await walk(
+                    tools, self._survey, self._coverage, draw, num_calls, start
+                )
+
+        steps = prune_steps(walked) if walked else []
+        if not steps or (len(steps) <= len(start) and not is_question):
+            self._reasons["a call was refused, or gave too much"] += 1
+            return None, results
+
+        return await self._scenario(steps, world, parent, draw), results
+
+    async def _scenario(
+        self, steps: list[ScenarioStep], world: int, parent: str, draw: random.Random
+    ) -> Scenario | None:
+        planned = Scenario(steps=steps, world=world)
+        takes_open = "open" in self._request.kinds
+        if planned.kind not in self._request.kinds and not takes_open:
+            self._reasons["of a kind that is not wanted"] += 1
+            return None
+
+        least = self._request.min_difficulty
+        most = self._request.max_difficulty
+        if not least <= planned.difficulty <= most:
+            self._reasons["of a difficulty that is not wanted"] += 1
+            return None
+
+        is_known = planned.kind == "state" or steps[-1].question is not None
+        reason = self._why_not_needed(planned) if is_known else self._too_many_alike(planned)
+        if reason:  # makes no calls for a scenario that is not needed
+            self._reasons[reason] += 1
+            return None
+
+        try:
+            grounded = await ground_scenario(self._world, self._survey, steps, world, draw)
+            if grounded.kind not in self._request.kinds:
+                self._reasons["of a kind that is not wanted"] += 1
+                return None
+            return msgspec.structs.replace(grounded, parent=parent)
+        except UngroundedError as error:
+            if error.varies and takes_open:
+                return msgspec.structs.replace(planned, is_open=True, parent=parent)
+            self._reasons[str(error)] += 1
+            return None
+
+    def _keep(self, scenario: Scenario, draw: random.Random) -> bool:
+        """Adds the scenario to the tasks if it is acceptable, and returns whether it did."""
+        request = self._request
+        language = draw.choice(request.languages)
+        persona = draw.choice(request.personas)
+        query = word_scenario(
+            scenario, self._survey.descriptions, language=language, persona=persona
+        )
+        reason = self._why_not_needed(scenario) or self._problem(scenario, query)
+        if reason:
+            self._reasons[reason] += 1
+            return False
+
+        self._taken_contents.add(scenario.content)
+        self._queries.add(query)
+        self._coverage.add([step.tool for step in scenario.steps], scenario.answer)
+
+        if self._is_common(scenario.difficulty):
+            self._patience //= 2
+
+        self._num_by_difficulty[scenario.difficulty] += 1
+        rows = self._made.held_out if is_held_out(scenario.content) else self._made.train
+        rows.append(scenario.row(query, language=language, persona=persona, worlds=request.worlds))
+        return True
+
+    def _why_not_needed(self, scenario: Scenario) -> str:
+        """The reason why the scenario is not needed, independent of its results. Empty if it is
+        needed."""
+        tasks = self._made
+        request = self._request
+
+        content = scenario.content
+        if content in self._taken_contents:
+            return "there already"
+
+        is_apart = is_held_out(content)
+        if len(tasks.held_out if is_apart else tasks.train) >= (
+            request.held_out if is_apart else request.train
+        ):
+            return "enough of its side of the split"
+
+        return self._too_many_alike(scenario)
+
+    def _too_many_alike(self, scenario: Scenario) -> str:
+        return "enough have its difficulty" if self._has_enough(scenario.difficulty) else ""
+
+    def _problem(self, scenario: Scenario, query: str) -> str:
+        if query in self._queries:
+            return "there already"
+        if len(query) > MAX_QUERY_CHARS:
+            return "its words are too long"
+        if named_tools(query, self._survey.names):
+            return "its words name a tool"
+        if values_left_out(query, scenario):
+            return "its words leave out what has to be told"
+        if gives_away(query, scenario):
+            return "its words say what is to be found"
+
+        last = scenario.steps[-1].tool
+        num_wanted = self._request.train + self._request.held_out
+        most = max(SAME_ANSWER, SAME_SHARE * num_wanted)
+        if scenario.answer is not None and self._coverage.answers[last, scenario.answer] >= most:
+            return "too many have the same answer"
+
+        return ""
+
+    def _has_enough(self, difficulty: int) -> bool:
+        """Whether other difficulties have priority."""
+        return self._is_common(difficulty) and self._misses < self._patience
+
+    def _is_common(self, difficulty: int) -> bool:
+        most = MAX_DIFFICULTY_SHARE * (self._request.train + self._request.held_out)
+        return self._num_by_difficulty[difficulty] >= most

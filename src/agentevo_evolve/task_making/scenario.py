@@ -1,0 +1,159 @@
+"""A scenario: the calls that solve it, the arguments that the agent receives, and the check of the
+solution. Only its content decides whether it is held out, not the persona or the wording.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal
+
+import msgspec
+
+from agentevo.agents.tools.state_checks import SOLVED_BY_CALLS, STATE_CHECKS, StateCheck
+from agentevo_evolve.task_making.questions import DatabaseQuestion
+
+HELD_OUT_SHARE = 0.2
+"""The share of all contents that is held out."""
+MAX_DIFFICULTY = 5
+"""The key in a task's metadata with the calls that solve it."""
+CONTENT = "content"
+"""The key in a task's metadata with the name of its content."""
+PARENT = "variant_of"
+"""The key in a task's metadata with the id of the task that this task is a harder variant of."""
+
+
+class ValueSource(msgspec.Struct, frozen=True, kw_only=True):
+    """The source of an argument that the agent does not receive. It is the first such value in the
+    result of an earlier call."""
+
+    step: int
+    """The number of that call, from 0."""
+    name: str
+    """The name of the parameter that the value is for."""
+
+
+class ScenarioStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the calls that solve a scenario."""
+
+    tool: str
+    arguments: dict[str, Any]
+    """The arguments, including the values from earlier results."""
+    found: dict[str, ValueSource] = {}
+    """Maps a parameter to the source of its value."""
+    result: str = ""
+    changes: bool = False
+    """Whether the call changes the state of the server."""
+    question: DatabaseQuestion | None = None
+    """The question that the call asks a database. The agent receives its words and must write the
+    SQL."""
+
+    @property
+    def required_values(self) -> dict[str, Any]:
+        """The arguments that the agent receives. For a question, the values in its words."""
+        if self.question is not None:
+            return self.question.required_values
+        return {
+            name: argument for name, argument in self.arguments.items() if name not in self.found
+        }
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """Calls that solve a task, and the check of the solution."""
+
+    steps: list[ScenarioStep]
+    world: int
+    answer: str | None = None
+    """The right answer, if the state does not decide."""
+    place: str = ""
+    """The part of the last result that is the answer: a key of its JSON, or empty for its first
+    line."""
+    checks: list[StateCheck] = []
+    is_open: bool = False
+    """Whether neither an answer nor a state decides. Its calls have different results each time, so
+    a judge must score the attempt."""
+    parent: str = ""
+    """The id of the task that this scenario is a harder variant of."""
+
+    @property
+    def kind(self) -> Literal["state", "answer", "open"]:
+        """What decides whether an attempt succeeds."""
+        if self.is_open:
+            return "open"
+        return "state" if any(step.changes for step in self.steps) else "answer"
+
+    @property
+    def content(self) -> str:
+        """A name for the task's given arguments and actions, independent of world and wording."""
+        calls = [
+            [
+                step.tool,
+                step.required_values,
+                {name: [source.step, source.name] for name, source in step.found.items()},
+                *([step.question.sql] if step.question is not None else []),
+            ]
+            for step in self.steps
+        ]
+        text = json.dumps([calls, self.kind, self.place], sort_keys=True, ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def difficulty(self) -> int:
+        """From 1 to MAX_DIFFICULTY: a point for each call, for each value to find and for each
+        further clause of a question, minus 1."""
+        clauses = sum(step.question.clauses for step in self.steps if step.question is not None)
+        return min(
+            MAX_DIFFICULTY, len(self.steps) + sum(len(step.found) for step in self.steps) + clauses
+        )
+
+    @property
+    def tools(self) -> list[str]:
+        """The tools in order, without repetition."""
+        return list(dict.fromkeys(step.tool for step in self.steps))
+
+    @property
+    def pairs(self) -> set[tuple[str, str]]:
+        """Pairs of tools that are called one after the other."""
+        return pairs_of([step.tool for step in self.steps])
+
+    def row(self, query: str, *, language: str, persona: str, worlds: int) -> dict[str, Any]:
+        """The scenario as a line of a task file."""
+        judged: dict[str, Any] = (
+            {STATE_CHECKS: msgspec.to_builtins(self.checks), "scorer": "returned"}
+            if self.checks
+            else {}
+            if self.is_open
+            else {"answer": self.answer, "scorer": "contains"}
+        )
+        variant = {PARENT: self.parent} if self.parent else {}
+        return {
+            "id": f"made-{self.content}-{self.world}",
+            "query": query,
+            **judged,
+            "difficulty": self.difficulty,
+            "tools": self.tools,
+            "language": language,
+            **({"persona": persona} if persona else {}),
+            **({"world": self.world} if worlds > 1 else {}),
+            **variant,
+            CONTENT: self.content,
+            SOLVED_BY_CALLS: msgspec.to_builtins(self.steps),
+        }
+
+
+def pairs_of(tools: Sequence[str]) -> set[tuple[str, str]]:
+    """Pairs of each tool with the next one."""
+    return set(pairwise(tools))
+
+
+def is_held_out(content: str, share: float = HELD_OUT_SHARE) -> bool:
+    """Whether this content is only for evaluation."""
+    return hashlib.sha256(f"held out {content}".encode()).digest()[0] < 256 * share
+
+
+def steps_of(row: Mapping[str, Any]) -> list[ScenarioStep]:
+    """The calls that solve a made task. Raises msgspec.ValidationError for a row that has no such
+    calls."""
+    return msgspec.convert(row.get(SOLVED_BY_CALLS, []), list[ScenarioStep])

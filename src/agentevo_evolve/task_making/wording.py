@@ -1,0 +1,200 @@
+"""Puts a scenario into words without a model. The first sentence of each tool's description says
+what to do, with the arguments that the agent receives. The text never contains names of tools.
+
+"Books a free room for a guest." becomes "booking a free room for a guest". With another form of the
+verb, the text could contain the name of a tool such as `book`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from agentevo_evolve.task_making.scenario import Scenario, ScenarioStep
+
+_FIRST = re.compile(r"^(.+?)(?:[.!?](?:\s|$)|\n\s*\n|$)", re.DOTALL)
+_VOWELS = "aeiou"
+
+
+class Phrases(NamedTuple):
+    """The fixed phrases of a scenario's text in one language."""
+
+    task: str
+    then: str
+    found_value: str
+    """With the placeholders {name} and {source}."""
+    say_first: str
+    say_value: str
+    say_open: str
+    say_key: str
+    """With the placeholder {key}."""
+    personas: Mapping[str, str]
+    """Maps a persona to the text before the task."""
+
+
+LANGUAGES: Mapping[str, Phrases] = {
+    "en": Phrases(
+        task="Your task: ",
+        then="; then ",
+        found_value="{name}: the first that comes of {source}",
+        say_first="Say the first line of what you find.",
+        say_value="Say the value that you find.",
+        say_open="Say in a few words what came of it.",
+        say_key="Say the first {key} that you find.",
+        personas={
+            "hurried": "I have no time, so be quick.",
+            "polite": "Good day, could you please help me?",
+            "newcomer": "I have never done this before.",
+        },
+    ),
+    "de": Phrases(
+        task="Deine Aufgabe: ",
+        then="; danach ",
+        found_value="{name}: das Erste, was sich hieraus ergibt: {source}",
+        say_first="Nenne die erste Zeile dessen, was du findest.",
+        say_value="Nenne den Wert, den du findest.",
+        say_open="Sage in wenigen Worten, was daraus geworden ist.",
+        say_key="Nenne den ersten Wert von {key}, den du findest.",
+        personas={
+            "hurried": "Ich habe keine Zeit, also bitte schnell.",
+            "polite": "Guten Tag, könnten Sie mir bitte helfen?",
+            "newcomer": "Ich mache das zum ersten Mal.",
+        },
+    ),
+    "zh": Phrases(
+        task="任务：",
+        then="；然后 ",
+        found_value="{name}：由此得到的第一个：{source}",
+        say_first="请说出你找到的内容的第一行。",
+        say_value="请说出你找到的值。",
+        say_open="请简短说明结果。",
+        say_key="请说出你找到的第一个 {key}。",
+        personas={
+            "hurried": "我没有时间，请快一点。",
+            "polite": "您好，请帮帮我。",
+            "newcomer": "我第一次做这件事。",
+        },
+    ),
+}
+PERSONAS = tuple(LANGUAGES["en"].personas)
+
+
+def word_scenario(
+    scenario: Scenario, descriptions: Mapping[str, str], *, language: str = "en", persona: str = ""
+) -> str:
+    """The scenario as the text that the agent receives."""
+    phrases = LANGUAGES[language]
+    sources = {source.step for step in scenario.steps for source in step.found.values()}
+    call_texts = [
+        _describe_call(scenario.steps, number, descriptions, phrases)
+        for number in range(len(scenario.steps))
+        if number not in sources
+    ]
+    parts = [phrases.personas[persona]] if persona else []
+    parts.append(f"{phrases.task}{phrases.then.join(call_texts)}.")
+    if scenario.is_open:
+        parts.append(phrases.say_open)
+    elif scenario.steps[-1].question is not None:
+        parts.append(phrases.say_value)
+    elif scenario.answer is not None:
+        last = phrases.say_key.format(key=scenario.place) if scenario.place else phrases.say_first
+        parts.append(last)
+
+    return " ".join(parts)
+
+
+def _describe_call(
+    steps: Sequence[ScenarioStep], number: int, descriptions: Mapping[str, str], phrases: Phrases
+) -> str:
+    """A call in words. Calls that provide its arguments are nested inside."""
+    step = steps[number]
+    if step.question is not None:
+        return step.question.words
+
+    arguments = [f"{_plain(name)}: {shown(value)}" for name, value in step.required_values.items()]
+    for name, origin in step.found.items():
+        source = _describe_call(steps, origin.step, descriptions, phrases)
+        arguments.append(phrases.found_value.format(name=_plain(name), source=source))
+
+    doing = activity_of(descriptions[step.tool])
+    return f"{doing} ({', '.join(arguments)})" if arguments else doing
+
+
+def activity_of(description: str) -> str:
+    """The first sentence of a description as an activity: "Lists free rooms, the cheapest first."
+    becomes "listing free rooms, the cheapest first"."""
+    first = _FIRST.match(" ".join(description.split()))
+    words = first[1].rstrip(" .:;").split(" ") if first is not None else []
+    if not words or not words[0]:
+        return "doing what there is to do"
+    verb = re.match(r"[A-Za-z]+$", words[0])
+    return " ".join([gerund(words[0].lower()) if verb else words[0], *words[1:]])
+
+
+def gerund(verb: str) -> str:
+    """The gerund of a verb: books, book -> booking; creates, create -> creating; gets -> getting;
+    copies -> copying."""
+    base = verb
+    if verb.endswith("ing"):
+        return verb
+
+    if verb.endswith("ies") and len(verb) > 4:
+        base = f"{verb[:-3]}y"
+    elif verb.endswith(("ches", "shes", "sses", "xes", "zzes", "oes")):
+        base = verb[:-2]
+    elif verb.endswith("s") and not verb.endswith("ss"):
+        base = verb[:-1]
+
+    if base.endswith("e") and not base.endswith(("ee", "oe", "ye")):
+        return f"{base[:-1]}ing"
+
+    is_short = len(re.findall(f"[{_VOWELS}]", base)) == 1 and len(base) > 2
+    if is_short and base[-1] not in "aeiouwxy" and base[-2] in _VOWELS and base[-3] not in _VOWELS:
+        return f"{base}{base[-1]}ing"
+
+    return f"{base}ing"
+
+
+def shown(value: Any) -> str:
+    """A value in the form that the agent sees."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def named_tools(text: str, tools: Sequence[str]) -> list[str]:
+    """The names of tools that a text contains as whole words, in any case."""
+    return [
+        tool
+        for tool in tools
+        if re.search(rf"(?<![\w-]){re.escape(tool)}(?![\w-])", text, re.IGNORECASE)
+    ]
+
+
+def values_left_out(text: str, scenario: Scenario) -> list[str]:
+    """The values that the agent needs and that the text lacks."""
+    values = [shown(value) for step in scenario.steps for value in step.required_values.values()]
+    return [value for value in values if not _is_in(value, text)]
+
+
+def gives_away(text: str, scenario: Scenario) -> bool:
+    """Whether the text says what the agent has to find."""
+    hidden = [] if scenario.answer is None else [scenario.answer]
+    told_values = {
+        shown(value) for step in scenario.steps for value in step.required_values.values()
+    }
+    hidden += [
+        shown(step.arguments[name])
+        for step in scenario.steps
+        for name in step.found
+        if len(shown(step.arguments[name])) > 2
+    ]
+    return any(value not in told_values and _is_in(value, text) for value in hidden)
+
+
+def _is_in(value: str, text: str) -> bool:
+    return bool(re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text, re.IGNORECASE))

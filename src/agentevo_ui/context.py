@@ -1,0 +1,100 @@
+"""Helpers of all pages' handlers: the run of a URL, and an answer with a page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode
+
+from fastapi import Request
+from fastapi.responses import HTMLResponse
+
+from agentevo.observability.pages import render
+from agentevo.runs.folder.run_state import RunView
+from agentevo.runs.folder.sources import Sources
+from agentevo_ui.access import FORM, VISITOR
+from agentevo_ui.confirmations import Confirmations
+from agentevo_ui.forms import Visitor
+from agentevo_ui.indexes import Indexes
+from agentevo_ui.players import Players
+from agentevo_ui.shared_answers import THEME, THEMES
+from agentevo_ui.stores import Stores
+from agentevo_ui.watching import Watcher
+from agentevo_ui.work import Works
+
+
+@dataclass(frozen=True)
+class Dashboard:
+    """The shared state of a dashboard's pages: `request.app.state.dashboard`."""
+
+    sources: Sources
+    watcher: Watcher
+    stores: Stores
+    indexes: Indexes
+    works: Works
+    players: Players
+    confirmations: Confirmations
+
+
+class NotFoundError(Exception):
+    """A URL names something that does not exist. The message says what."""
+
+
+def dashboard(request: Request) -> Dashboard:
+    """The dashboard of the request's application."""
+    shared: Dashboard = request.app.state.dashboard
+    return shared
+
+
+async def run_of(request: Request, run: str) -> RunView:
+    """The run that a URL names. Raises UnknownRunError, which the application turns into a page."""
+    return await dashboard(request).watcher.view(run)
+
+
+def visitor(request: Request) -> Visitor:
+    """The sender of the request, and whether the sender may change something."""
+    requester: Visitor = request.scope[VISITOR]
+    return requester
+
+
+def form_of(request: Request) -> dict[str, str]:
+    """The fields of a POST. Of several with the same name, the first counts."""
+    fields: dict[str, str] = request.scope[FORM]
+    return fields
+
+
+def is_part(request: Request) -> bool:
+    """Whether htmx requests a part of the page."""
+    return request.headers.get("hx-request") == "true"
+
+
+def page(
+    request: Request,
+    template: str,
+    *,
+    news: list[str] | None = None,
+    status: int = 200,
+    **data: Any,
+) -> HTMLResponse:
+    """The page `templates/TEMPLATE`. `news`: the keys of the runs whose changes the page waits for.
+    After a change, the browser requests every element with `data-live` again (`hx-get`,
+    `hx-trigger="news"`)."""
+    theme = request.cookies.get(THEME, "")
+    about = f"/live?{urlencode([('run', key) for key in news])}" if news else ""
+    readers = dashboard(request).watcher
+    text = render(
+        template,
+        theme=theme if theme in THEMES else "",
+        news=about,
+        visitor=visitor(request),
+        versions={key: readers.version(key) for key in news or ()},
+        **data,
+    )
+    return HTMLResponse(text.encode("utf-8", "replace"), status_code=status)
+
+
+def part(template: str, **data: Any) -> HTMLResponse:
+    """A part of a page, for htmx."""
+    text = render(template, **data).encode("utf-8", "replace")
+    # It has the address of a whole page, so no browser may cache it for that page.
+    return HTMLResponse(text, headers={"cache-control": "no-store", "vary": "HX-Request"})

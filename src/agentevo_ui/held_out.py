@@ -1,0 +1,267 @@
+"""The results of a run's held-out attempts, read from the index: success at each evaluated step, by
+kind and difficulty, and the changes between two steps.
+
+A mean is over tasks, and a task's value is the mean over its completed attempts, as in `agentevo
+eval` (runs/evaluation/summary.py). Failed attempts are in no mean, and are counted separately.
+Intervals are those of runs/evaluation/estimates.py. The intervals are cached by their values,
+because a page is requested many times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from agentevo.runs.evaluation.estimates import RESAMPLES, Estimate, mean_of, paired_difference
+from agentevo.store.records import SPLITS
+from agentevo_ui.index.columns import STATUSES
+from agentevo_ui.index.reader import IndexReader
+
+MAX_DRAWS = 24_000_000
+"""The maximum number of resampled values for a chart's intervals. With more tasks, fewer steps are
+drawn."""
+MAX_STEPS = 120
+MAX_CHANGES = 200
+"""The maximum number of tasks that are listed as better, and as worse."""
+CACHED = 4_096
+
+
+class HeldOut(NamedTuple):
+    """Held-out attempts as columns [N], in the order of writing."""
+
+    step: np.ndarray
+    task: np.ndarray
+    """Number of the task."""
+    decoding: np.ndarray
+    agent: np.ndarray
+    kind: np.ndarray
+    difficulty: np.ndarray
+    success: np.ndarray
+    reward: np.ndarray
+    is_completed: np.ndarray
+    place: np.ndarray
+    """The places of the attempts in the index."""
+    words: dict[int, str]
+    """The words that the numbers in decoding, agent, kind and difficulty mean."""
+
+    def part(self, where: np.ndarray) -> HeldOut:
+        """The attempts for which `where` is true."""
+        columns: dict[str, Any] = {
+            name: column[where] for name, column in self._asdict().items() if name != "words"
+        }
+        return HeldOut(**columns, words=self.words)
+
+    def count_words(self, name: str) -> dict[str, int]:
+        """Maps a word of `decoding` or `agent` to its number of attempts, the most frequent
+        first."""
+        counts = np.bincount(getattr(self, name))
+        counts_by_word = {
+            self.words.get(i, ""): int(counts[i]) for i in np.flatnonzero(counts).tolist()
+        }
+        return dict(sorted(counts_by_word.items(), key=lambda item: -item[1]))
+
+    def of_word(self, name: str, word: str) -> HeldOut:
+        """The attempts with this word in `decoding` or `agent`."""
+        numbers = [number for number, text in self.words.items() if text == word]
+        return self.part(np.isin(getattr(self, name), numbers))
+
+    @property
+    def steps(self) -> list[int]:
+        """The evaluated steps."""
+        return [int(step) for step in np.unique(self.step)]
+
+
+class Account(NamedTuple):
+    """The results of some attempts."""
+
+    success: Estimate | None
+    reward: Estimate | None
+    num_attempts: int
+    num_failed: int
+
+
+class SettingChange(NamedTuple):
+    """A task whose results differ between two steps: its success rates, and an attempt of each
+    step."""
+
+    task: str
+    before: float
+    after: float
+    attempt_before: str
+    attempt_after: str
+
+
+class SettingChanges(NamedTuple):
+    """Two steps, compared on the tasks that both have completed."""
+
+    difference: Estimate | None
+    num_tasks: int
+    better: list[SettingChange]
+    num_better: int
+    worse: list[SettingChange]
+    num_worse: int
+
+
+def held_out(reader: IndexReader) -> HeldOut:
+    """All held-out attempts of a run. Raises IndexAway."""
+    table = reader.columns()
+    where = np.flatnonzero(table["alive"] & (table["split"] == SPLITS.index("eval")))
+    names = ("step", "task", "decoding", "agent", "kind", "difficulty", "success", "reward")
+    columns: dict[str, Any] = {name: table[name][where] for name in names}
+    completed = table["status"][where] == STATUSES.index("completed")
+    return HeldOut(
+        **columns, is_completed=completed, place=where + 1, words=reader.words_by_number()
+    )
+
+
+def account(attempts: HeldOut) -> Account:
+    """The mean over tasks of their success and reward."""
+    done = attempts.part(attempts.is_completed)
+    _, success = _by_task(done, done.success)
+    _, reward = _by_task(done, done.reward)
+    total = len(attempts.task)
+    return Account(_estimate(success), _estimate(reward), total, total - len(done.task))
+
+
+def by_part(attempts: HeldOut) -> list[tuple[str, str, Account]]:
+    """(kind, difficulty, account), in the order of their words, with numbers by size."""
+    accounts = []
+    pairs = np.stack([attempts.kind, attempts.difficulty], axis=1)
+    for kind, difficulty in np.unique(pairs, axis=0).tolist() if len(pairs) else []:
+        is_in_part = (attempts.kind == kind) & (attempts.difficulty == difficulty)
+        kind_word = attempts.words.get(kind, "")
+        difficulty_word = attempts.words.get(difficulty, "")
+        accounts.append((kind_word, difficulty_word, account(attempts.part(is_in_part))))
+
+    return sorted(accounts, key=lambda row: (row[0], _sort_key(row[1])))
+
+
+def curve(attempts: HeldOut) -> list[tuple[int, Estimate]]:
+    """Success at the evaluated steps. Of very many steps, only some are returned, evenly spaced,
+    with the first and the last."""
+    steps = attempts.steps
+    tasks = len(np.unique(attempts.task)) or 1
+    most = int(min(max(MAX_DRAWS // (RESAMPLES * tasks), 8), MAX_STEPS))
+    if len(steps) > most:
+        places = np.unique(np.linspace(0, len(steps) - 1, most).round().astype(int))
+        steps = [steps[place] for place in places.tolist()]
+
+    points = []
+    for step in steps:
+        success = account_at(attempts, step).success
+        if success is not None:
+            points.append((step, success))
+
+    return points
+
+
+def account_at(attempts: HeldOut, step: int) -> Account:
+    """The results of a step."""
+    return account(attempts.part(attempts.step == step))
+
+
+def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> SettingChanges:
+    """The tasks that are solved more often, and less often, at the last of two steps."""
+    sides = []
+    for step in (first, last):
+        done = attempts.part((attempts.step == step) & attempts.is_completed)
+        tasks, shares = _by_task(done, done.success)
+        # Each task has its first attempt, in the order of the attempts.
+        _, places = np.unique(done.task, return_index=True)
+        sides.append((tasks, shares, done.place[places]))
+
+    (tasks, before, place_before), (tasks_after, after, place_after) = sides
+    shared_tasks, before_places, after_places = np.intersect1d(
+        tasks, tasks_after, assume_unique=True, return_indices=True
+    )
+    before = before[before_places]
+
+    after = after[after_places]
+    gain = after - before
+    order = np.argsort(-np.abs(gain), kind="stable")
+    changes_by_direction: dict[bool, list[SettingChange]] = {}
+    for is_better in (True, False):
+        chosen = order[gain[order] > 0 if is_better else gain[order] < 0][:MAX_CHANGES]
+        names = _names(reader, "SELECT number, id FROM tasks WHERE number", shared_tasks[chosen])
+        ids = _names(
+            reader,
+            "SELECT place, id FROM attempts WHERE place",
+            np.concatenate(
+                [place_before[before_places[chosen]], place_after[after_places[chosen]]]
+            ),
+        )
+        changes_by_direction[is_better] = [
+            SettingChange(
+                names.get(int(shared_tasks[i]), ""),
+                float(before[i]),
+                float(after[i]),
+                ids.get(int(place_before[before_places[i]]), ""),
+                ids.get(int(place_after[after_places[i]]), ""),
+            )
+            for i in chosen.tolist()
+        ]
+
+    return SettingChanges(
+        _difference(before, after),
+        len(shared_tasks),
+        changes_by_direction[True],
+        int(np.count_nonzero(gain > 0)),
+        changes_by_direction[False],
+        int(np.count_nonzero(gain < 0)),
+    )
+
+
+def _names(reader: IndexReader, query: str, numbers: Sequence[int] | np.ndarray) -> dict[int, str]:
+    names: dict[int, str] = {}
+    values = [int(number) for number in numbers]
+    for start in range(0, len(values), 500):
+        some = values[start : start + 500]
+        marks = ", ".join("?" * len(some))
+        names.update((row[0], row[1]) for row in reader.ask(f"{query} IN ({marks})", some))
+    return names
+
+
+def _by_task(done: HeldOut, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The tasks in the order of their numbers, and the mean value of each."""
+    tasks, places = np.unique(done.task, return_inverse=True)
+    counts = np.bincount(places, minlength=len(tasks))
+    sums = np.bincount(places, weights=values.astype(np.float64), minlength=len(tasks))
+    return tasks, sums / np.maximum(counts, 1)
+
+
+def _estimate(values: np.ndarray) -> Estimate | None:
+    # The values are sorted, so that the same outcomes have the same interval in every run.
+    return _cached_mean(np.sort(values).tobytes())
+
+
+@lru_cache(maxsize=CACHED)
+def _cached_mean(values: bytes) -> Estimate | None:
+    return mean_of(np.frombuffer(values).tolist())
+
+
+def _difference(before: np.ndarray, after: np.ndarray) -> Estimate | None:
+    return _cached_difference(before.tobytes(), after.tobytes())
+
+
+@lru_cache(maxsize=CACHED)
+def _cached_difference(before: bytes, after: bytes) -> Estimate | None:
+    return paired_difference(np.frombuffer(before).tolist(), np.frombuffer(after).tolist())
+
+
+def _sort_key(word: str) -> tuple[int, float, str]:
+    """Numbers by size, then words."""
+    try:
+        return 0, float(word), ""
+    except ValueError:
+        return 1, 0.0, word
+
+
+def first_of(counts: Mapping[str, int], requested: str, *, preferred: str = "") -> str:
+    """The requested word if it exists, else the preferred word, else the most frequent one."""
+    for word in (requested, preferred):
+        if word in counts:
+            return word
+    return next(iter(counts), "")

@@ -1,0 +1,178 @@
+"""The results of a run's tasks, counted from the index in a few passes over its columns in memory,
+for any number of attempts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from agentevo.store.records import SPLITS, TRAJECTORY_STATES
+from agentevo_ui.index.columns import STATUSES
+from agentevo_ui.index.reader import IndexReader
+
+PAGE = 50
+MORE = 1e-9
+"""How much a completed attempt changes a task's place among equal ones."""
+ORDERS = {
+    "played": "most attempts",
+    "hardest": "least success",
+    "easiest": "most success",
+    "worst": "lowest reward",
+    "failing": "most failed attempts",
+}
+
+
+class TaskRow(NamedTuple):
+    """A task and its attempts of a split."""
+
+    id: str
+    kind: str
+    difficulty: str
+    num_attempts: int
+    num_failed: int
+    """The number of attempts that failed or were cancelled. They are in neither mean."""
+    success: float | None
+    """The share of the completed attempts that succeeded."""
+    reward: float | None
+    last_step: int
+    """The step for which it was last attempted."""
+
+
+class TalliedTasks(NamedTuple):
+    """A page of the list."""
+
+    rows: list[TaskRow]
+    total: int
+    always: int
+    """The number of tasks at which every completed attempt succeeds, among those with at least
+    two."""
+    never: int
+    """The number of tasks at which no completed attempt succeeds, among those with at least two."""
+    failing: int
+    """The number of tasks without a completed attempt."""
+
+
+def ledger(reader: IndexReader) -> list[tuple[str, list[tuple[str, int]]]]:
+    """(split, [(state, number of attempts)]) of the splits with attempts."""
+    table = reader.columns()
+    width = len(TRAJECTORY_STATES)
+
+    # A word that this version does not know has the number -1, and is left out.
+    is_known = table["alive"] & (table["split"] >= 0) & (table["state"] >= 0)
+    places = table["split"][is_known].astype(np.int64) * width + table["state"][is_known]
+    counts = np.bincount(places, minlength=width * len(SPLITS)).reshape(len(SPLITS), width)
+    return [
+        (split, [(state, int(n)) for state, n in zip(TRAJECTORY_STATES, row, strict=True)])
+        for split, row in zip(SPLITS, counts, strict=True)
+        if row.any()
+    ]
+
+
+def tasks(
+    reader: IndexReader, *, split: str, text: str = "", order: str = "played", page: int = 0
+) -> TalliedTasks:
+    """The tasks with an attempt of that split, whose id contains `text`. Raises IndexAway."""
+    table = reader.columns()
+    chosen = table["alive"] & (table["split"] == SPLITS.index(split))
+    done = chosen & (table["status"] == STATUSES.index("completed"))
+    task = table["task"]
+    size = int(task.max()) + 1 if len(task) else 1
+    attempts = np.bincount(task[chosen], minlength=size)
+    completed = np.bincount(task[done], minlength=size)
+    wins = np.bincount(task[done & table["success"]], minlength=size)
+    rewards = np.bincount(task[done], weights=table["reward"][done], minlength=size)
+
+    is_selected = attempts > 0
+    if text:
+        numbers = reader.ask(
+            "SELECT number FROM tasks WHERE instr(lower(id), lower(?)) > 0", (text,)
+        )
+        has_text = np.zeros(size, dtype=bool)
+        some = np.fromiter((row[0] for row in numbers), dtype=np.int64, count=len(numbers))
+        has_text[some[some < size]] = True
+        is_selected &= has_text
+
+    with np.errstate(invalid="ignore", divide="ignore"):
+        share = wins / completed
+        mean = rewards / completed
+
+    often = is_selected & (completed > 1)
+    keys = _keys(order, attempts, completed, share, mean)
+    places = np.flatnonzero(is_selected)
+    shown = _page(places, keys[places], page)
+
+    return TalliedTasks(
+        _rows(reader, table, chosen, shown, attempts, completed, share, mean),
+        len(places),
+        int(np.count_nonzero(often & (wins == completed))),
+        int(np.count_nonzero(often & (wins == 0))),
+        int(np.count_nonzero(is_selected & (completed == 0))),
+    )
+
+
+def _keys(
+    order: str, attempts: np.ndarray, completed: np.ndarray, share: np.ndarray, mean: np.ndarray
+) -> np.ndarray:
+    """The sort keys: the smallest comes first. Among equal keys, the task with more completed
+    attempts comes first. In an order by a mean, a task without a completed attempt comes last."""
+    if order == "failing":
+        return completed.astype(np.float64) - attempts
+    if order == "played":
+        return -attempts.astype(np.float64)
+    values = {"hardest": share, "easiest": -share, "worst": mean}[order]
+    values = values - MORE * completed
+    return np.where(np.isnan(values), np.inf, values)
+
+
+def _page(places: np.ndarray, keys: np.ndarray, page: int) -> np.ndarray:
+    """The places of a page. Equal ones are in the order of their numbers."""
+    end = (page + 1) * PAGE
+    if len(places) > end:  # avoids sorting a million tasks for the first fifty
+        near = keys <= np.partition(keys, end)[end]
+        places = places[near]
+        keys = keys[near]
+    order = np.argsort(keys, kind="stable")
+    return places[order][page * PAGE : end]
+
+
+def _rows(
+    reader: IndexReader,
+    table: dict[str, np.ndarray],
+    chosen: np.ndarray,
+    shown: np.ndarray,
+    attempts: np.ndarray,
+    completed: np.ndarray,
+    share: np.ndarray,
+    mean: np.ndarray,
+) -> list[TaskRow]:
+    numbers = [int(number) for number in shown]
+    marks = ", ".join("?" * len(numbers))
+    names = dict(reader.ask(f"SELECT number, id FROM tasks WHERE number IN ({marks})", numbers))
+    words = reader.words_by_number()
+    is_shown = np.zeros(len(attempts), dtype=bool)
+    is_shown[shown] = True
+    row_places = np.flatnonzero(chosen & is_shown[table["task"]])
+    task = table["task"][row_places]
+    last = np.zeros(len(attempts), dtype=np.int64)
+    np.maximum.at(last, task, table["step"][row_places])
+
+    word_numbers = {}
+    for name in ("kind", "difficulty"):
+        word_numbers[name] = np.zeros(len(attempts), dtype=np.int64)
+        has_word = table[name][row_places] > 0  # 0: its turns are not read yet
+        word_numbers[name][task[has_word]] = table[name][row_places][has_word]
+
+    return [
+        TaskRow(
+            str(names.get(number, "")),
+            words.get(int(word_numbers["kind"][number]), ""),
+            words.get(int(word_numbers["difficulty"][number]), ""),
+            int(attempts[number]),
+            int(attempts[number] - completed[number]),
+            float(share[number]) if completed[number] else None,
+            float(mean[number]) if completed[number] else None,
+            int(last[number]),
+        )
+        for number in numbers
+    ]

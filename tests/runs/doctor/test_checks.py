@@ -1,0 +1,138 @@
+"""The doctor's judgement: which numbers are good, which are wrong, and that the advice names what
+to change."""
+
+import math
+
+import pytest
+
+from agentevo.observability.remedies import remedies_of
+from agentevo.runs.doctor import checks as v
+
+GIB = v.GIB
+REMEDIES = remedies_of({"agent": {"system_prompt": None}, "environment": {"type": "coins"}})
+
+
+def test_a_verdict_reads_as_one_line_and_its_advice_as_another():
+    assert str(v.Check("rewards", "good", "fine")) == "good     rewards: fine"
+    assert (
+        str(v.Check("rewards", "wrong", "bad", "mend it"))
+        == "wrong    rewards: bad\n         -> mend it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("check", "status", "advice"),
+    [
+        (v.judge_attempts(8, []), "good", ""),
+        (v.judge_attempts(8, ["took longer than agent.timeout_s=3 s"]), "warning", "raise agent"),
+        (v.judge_attempts(2, ["broken", "broken"]), "wrong", "never trained"),
+        (v.judge_token_ids(20, 0, 8, 0), "good", ""),
+        (v.judge_token_ids(20, 0, 8, 3), "good", ""),
+        (v.judge_token_ids(20, 1, 8, 0), "wrong", "policy handle"),
+        (v.judge_drift(9, 0, ["joined/name_dropped 3"]), "good", ""),
+        (v.judge_drift(9, 1, ["content_edited 1"]), "warning", "append to its history"),
+        (v.judge_logprobs(100, 3e-6, "float32"), "good", ""),
+        (v.judge_logprobs(100, 2e-4, "float32"), "wrong", "report the difference"),
+        (v.judge_logprobs(100, 0.05, "bfloat16"), "good", ""),
+        (v.judge_logprobs(100, 0.5, "bfloat16"), "wrong", "model.dtype=float32"),
+        (v.judge_logprobs(100, math.nan, "float32"), "wrong", "report the difference"),
+        (v.judge_logprobs(100, math.inf, "bfloat16"), "wrong", "model.dtype=float32"),
+        (v.judge_logprobs(0, 0.0, "float32"), "wrong", "attempts"),
+        (v.judge_rewards([0, 1, 0], [False, True, False], REMEDIES), "good", ""),
+        (v.judge_rewards([0.1, 0.1], [False, False], REMEDIES), "warning", "cold_start.episodes"),
+        (
+            v.before_cold_start(v.judge_completions(40, 40, 64, 64.0, REMEDIES)),
+            "warning",
+            "before the cold start",
+        ),
+        (v.before_cold_start(v.judge_completions(40, 0, 64, 9.0, REMEDIES)), "good", ""),
+        (v.judge_rewards([1, 1], [True, True], REMEDIES), "warning", "harder"),
+        (v.judge_rewards([1], [True], REMEDIES), "wrong", "trainer.group_size"),
+        (v.judge_rewards([], [], REMEDIES), "wrong", "trainer.group_size"),
+        (v.judge_completions(40, 4, 64, 20.0, REMEDIES), "good", ""),
+        (
+            v.judge_completions(40, 5, 64, 20.0, REMEDIES),
+            "warning",
+            "sampling.max_new_tokens (try 128)",
+        ),
+        (v.judge_completions(40, 40, 64, 64.0, REMEDIES), "wrong", "sampling.stop"),
+        (v.judge_completions(0, 0, 64, 0.0, REMEDIES), "good", ""),
+        (v.judge_context(300, 900, 1024), "good", ""),
+        (v.judge_context(300, 1025, 1024), "warning", "agent.max_turns"),
+        (v.judge_context(1024, 1025, 1024), "wrong", "sampling.max_new_tokens"),
+        (v.judge_turns(8, 4, 10, 10), "good", ""),
+        (v.judge_turns(8, 5, 10, 10), "warning", "environment.max_actions"),
+        (v.judge_turns(8, 8, 1, 1), "good", ""),
+        (v.judge_turns(8, 8, 4, None), "warning", "raise agent.max_turns"),
+        (v.judge_format(10, 5, 0, "answer", REMEDIES), "good", ""),
+        (v.judge_format(10, 6, 0, "answer", REMEDIES), "warning", "agent.system_prompt"),
+        (v.judge_kv_cache(32, 100, 65536, 1e5, 256), "good", ""),
+        (
+            v.judge_kv_cache(32, 4000, 65536, 1e5, 256),
+            "warning",
+            "engine.kv_cache_gb=11.93 would sample all",
+        ),
+        (v.judge_kv_cache(32, 100, 65536, 1e5, 8), "warning", "engine.max_running=32"),
+        (v.judge_kv_cache(32, 4000, 2000, 1e5, 256), "wrong", "engine.kv_cache_gb=0.38 or more"),
+        (v.judge_memory({"gradients": 1 * GIB, "activations": 2 * GIB}, 8 * GIB), "good", ""),
+        (
+            v.judge_memory(
+                {"activations": 7 * GIB},
+                8 * GIB,
+                {"a.b=1": 6.9 * GIB, "c.d=full": 2 * GIB, "e=8": 1 * GIB},
+            ),
+            "warning",
+            "set c.d=full, which saves 5.00 GiB",
+        ),
+        (
+            v.judge_memory(
+                {"optimizer": 30 * GIB},
+                8 * GIB,
+                {"a.b=4": 20 * GIB, "a.b=2": 16 * GIB, "c.d=full": 12 * GIB, "e=8": 30 * GIB},
+            ),
+            "wrong",
+            "no change is enough: c.d=full saves 18.00 GiB, a.b=2 saves 14.00 GiB; use a smaller",
+        ),
+        (
+            v.judge_memory(
+                {"optimizer": 30 * GIB},
+                8 * GIB,
+                {"a.b=4": 20 * GIB, "c.d=full": 12 * GIB},
+                ("a.b=4 c.d=full", 2 * GIB),
+            ),
+            "wrong",
+            "set a.b=4 c.d=full, which saves 28.00 GiB",
+        ),
+        (v.judge_memory({"optimizer": 9 * GIB}, 8 * GIB), "wrong", "smaller model"),
+        (v.judge_version("torch", "2.13.0", ">=2.6"), "good", ""),
+        (v.judge_version("torch", None, ">=2.6"), "wrong", "pip install 'torch>=2.6'"),
+        (v.judge_threads(2, 2), "good", ""),
+        (v.judge_threads(4, 2), "warning", "run.threads=2"),
+        (v.judge_threads(1, 2), "warning", "OMP_NUM_THREADS"),
+        (v.judge_threads(2, 2, "OMP_DYNAMIC=1: unset it"), "wrong", "unset it"),
+        (v.judge_processor("AVX512", True), "good", ""),
+        (v.judge_processor("DEFAULT", True), "warning", "slower"),
+        (v.judge_processor("AVX2", False), "warning", "oneDNN"),
+        (v.judge_disk(20 * GIB, "."), "good", ""),
+        (v.judge_disk(3 * GIB, "."), "warning", "checkpoint.keep_last=1"),
+        (v.judge_disk(0.5 * GIB, "."), "wrong", "run.dir"),
+    ],
+)
+def test_judgements(check, status, advice):
+    assert check.status == status
+    assert advice in check.advice
+    assert bool(check.advice) == (status != "good"), (
+        "advice where something is to be changed, and only there"
+    )
+    assert check.finding
+
+
+def test_findings_carry_the_numbers():
+    assert "3 of 8 attempts would have changed" in v.judge_token_ids(20, 0, 8, 3).finding
+    rewards = v.judge_rewards([0, 1, 0], [False, True, False], REMEDIES)
+    assert rewards.finding == "mean 0.333, spread 0.471 over 3 attempts, 1 solved the task"
+    memory = v.judge_memory({"gradients": GIB, "activations": 2 * GIB}, GIB)
+    assert (
+        memory.finding
+        == "needs about 3.00 GiB more (gradients 1.00, activations 2.00), 1.00 GiB are free"
+    )

@@ -1,0 +1,312 @@
+"""What the doctor measures: honest attempts pass, and each kind of falsehood shows."""
+
+import asyncio
+import math
+from functools import partial
+
+import msgspec
+import pytest
+import torch
+
+from agentevo.agents import Policy
+from agentevo.config import ModelSection, TinyModel, build_config
+from agentevo.inference.conversations.conversation import Conversation
+from agentevo.inference.embedded.earlier import EarlierWeights
+from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.compute.attention import prepare
+from agentevo.models.files.load import load_model
+from agentevo.runs.doctor import group_checks as checks
+from agentevo.runs.doctor.memory_estimate import packed_bytes
+from agentevo.runs.doctor.memory_measures import find_combination, list_measures
+from agentevo.runs.doctor.unloaded_policy import shape_policy
+from agentevo.types import Message, SamplingParams, Trajectory
+
+SAMPLING = SamplingParams(temperature=1.3, max_new_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    section = ModelSection(
+        name="tiny",
+        tiny=TinyModel(
+            hidden_size=32, num_layers=2, num_heads=2, context_length=256, tokenizer="byte"
+        ),
+    )
+    found = load_model(section, seed=1)
+    prepare(found.model)
+    return found
+
+
+@pytest.fixture(scope="module")
+def group(loaded):
+    """Three attempts of three turns, and the engine that watched."""
+    chat = ChatFormat(loaded.tokenizer)
+    engine = checks.WatchedEngine(TorchEngine(loaded.model, loaded.tokenizer))
+
+    async def attempt(number: int) -> Trajectory:
+        conversation = Conversation(
+            engine,
+            chat,
+            SAMPLING,
+            name=f"a{number}",
+            seed=number,
+            context_length=256,
+            timeout_s=300,
+        )
+        policy = Policy(conversation)
+        messages = [Message("user", "left or right?")]
+        for _ in range(3):
+            reply = await policy.generate(messages)
+            messages = [*messages, reply.message, Message("user", "and now?")]
+
+        return Trajectory(
+            id=f"a{number}", task_id="t", group_id="t", attempt=number, turns=policy.turns
+        )
+
+    async def play() -> list[Trajectory]:
+        return list(await asyncio.gather(*(attempt(number) for number in range(3))))
+
+    return asyncio.run(play()), engine.requests
+
+
+CACHE_BYTES = 500 * 2 * 2 * 32 * 4.0
+"""Of keys and values of 500 tokens in two layers."""
+
+
+def change_turn(trajectory: Trajectory, index: int, **fields) -> Trajectory:
+    turns = list(trajectory.turns)
+    turns[index] = msgspec.structs.replace(turns[index], **fields)
+    return msgspec.structs.replace(trajectory, turns=turns)
+
+
+def test_honest_attempts_pass(loaded, group):
+    trajectories, requests = group
+    assert sum(requests.values()) == 9
+    assert checks.count_other_contexts(trajectories, requests) == 0
+    num_tokens, difference = checks.max_logprob_difference(loaded.model, trajectories, SAMPLING)
+    assert num_tokens == sum(trajectory.num_completion_tokens() for trajectory in trajectories)
+    assert difference < 1e-4
+
+
+def test_the_model_serves_the_engine_again_after_the_check(loaded, group):
+    trajectories, _ = group
+    checks.max_logprob_difference(loaded.model, trajectories[:1], SAMPLING)
+    engine = TorchEngine(loaded.model, loaded.tokenizer)
+    completion = asyncio.run(engine.generate([5, 6, 7], SAMPLING, deadline_s=300))
+    assert len(completion.ids) == len(completion.logprobs) > 0
+
+
+def test_a_wrong_logprob_shows(loaded, group):
+    trajectories, _ = group
+    logprobs = trajectories[1].turns[2].logprobs
+    wrong = change_turn(trajectories[1], 2, logprobs=[logprobs[0] + 0.25, *logprobs[1:]])
+    assert checks.max_logprob_difference(loaded.model, [trajectories[0], wrong], SAMPLING)[
+        1
+    ] == pytest.approx(0.25, abs=1e-3)
+
+    broken = change_turn(
+        trajectories[1], 0, logprobs=[math.nan, *trajectories[1].turns[0].logprobs[1:]]
+    )
+    assert math.isnan(
+        checks.max_logprob_difference(loaded.model, [broken, trajectories[0]], SAMPLING)[1]
+    )
+
+
+def test_every_turn_of_a_branched_attempt_is_compared_once(loaded, group):
+    trajectory = group[0][0]
+    branched = change_turn(
+        trajectory, 2, parent=0, logprobs=[value - 5.0 for value in trajectory.turns[2].logprobs]
+    )
+    num_tokens, difference = checks.max_logprob_difference(loaded.model, [branched], SAMPLING)
+    assert num_tokens == branched.num_completion_tokens()
+    assert difference > 1.0
+
+
+def test_an_edited_prompt_shows_in_every_turn_after_it(group):
+    trajectories, requests = group
+    prompt = trajectories[0].turns[1].prompt_ids
+    edited = change_turn(trajectories[0], 1, prompt_ids=[prompt[0] + 1, *prompt[1:]])
+    assert checks.count_other_contexts([edited, *trajectories[1:]], requests) == 2
+
+
+def test_one_request_does_not_answer_for_two_turns(group):
+    trajectories, requests = group
+    assert checks.count_other_contexts([*trajectories, trajectories[0]], requests) == 3
+
+
+def test_reencoding_is_noticed_where_text_does_not_give_the_ids_back(loaded, group):
+    trajectories, _ = group
+    whole = change_turn(
+        trajectories[0], 0, completion_ids=loaded.tokenizer.encode("left", add_special_tokens=False)
+    )
+    whole = msgspec.structs.replace(whole, turns=whole.turns[:1])
+    half_a_character = loaded.tokenizer.encode("é", add_special_tokens=False)[:1]
+
+    assert checks.count_reencoded_differently([whole], loaded.tokenizer) == 0
+    assert (
+        checks.count_reencoded_differently(
+            [change_turn(whole, 0, completion_ids=half_a_character)], loaded.tokenizer
+        )
+        == 1
+    )
+
+
+def test_paths_of_a_tree_are_its_leaves(group):
+    trajectory = group[0][0]
+    branched = change_turn(trajectory, 2, parent=0)
+    assert [len(checks.whole_paths(one)) for one in (trajectory, branched)] == [1, 2]
+    turns = trajectory.turns
+    assert [turn.index for turn in checks.leaves(branched)] == [1, 2]
+    assert len(checks.whole_paths(trajectory)[0]) == sum(
+        len(turn.prompt_ids) + len(turn.completion_ids) for turn in turns
+    )
+
+
+def test_worst_case_is_every_turn_at_its_limits(group):
+    trajectories, _ = group
+    first = len(trajectories[0].turns[0].prompt_ids)
+    added = max(
+        len(turn.prompt_ids) for trajectory in trajectories for turn in trajectory.turns[1:]
+    )
+    assert checks.worst_case_tokens(trajectories, 5, 100) == first + 500 + 4 * added
+
+
+def test_memory_follows_the_shape_of_the_model(loaded):
+    config = build_config(
+        {"model": {"name": "tiny"}, "trainer": {"micro_batch_tokens": 64}}, needs_environment=False
+    )
+    parts = checks.memory_parts(loaded.model, config, step_tokens=1000, cache_bytes=CACHE_BYTES)
+    weights = sum(
+        parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters()
+    )
+    assert parts["optimizer"] == 2 * weights
+    assert parts["key-value cache"] == CACHE_BYTES
+    assert "reference copy" not in parts
+
+    more = checks.memory_parts(
+        loaded.model,
+        build_config({"algorithm": {"kl_coef": 0.1}}, needs_environment=False),
+        step_tokens=1000,
+        cache_bytes=CACHE_BYTES,
+    )
+    assert more["reference copy"] == weights
+    for name, kept in (("dpo", True), ("rft", False)):
+        preferred = build_config({"algorithm": {"name": name}}, needs_environment=False)
+        assert (
+            "reference copy"
+            in checks.memory_parts(
+                loaded.model, preferred, step_tokens=1000, cache_bytes=CACHE_BYTES
+            )
+        ) == kept
+
+    assert more["activations"] == pytest.approx(parts["activations"] * 1000 / 64)
+    assert next(loaded.model.parameters()).dtype == torch.float32
+
+
+def test_models_beside_the_policy_take_memory(loaded, small_config, tmp_path):
+    def parts(*overrides: str) -> dict[str, float]:
+        config = small_config(tmp_path, "algorithm.kl_coef=0", *overrides)
+        return checks.memory_parts(loaded.model, config, step_tokens=1000, cache_bytes=CACHE_BYTES)
+
+    plain = parts()
+    whole = parts("algorithm.name=ppo")
+    assert whole["critic"] == 2 * plain["optimizer"], "weights, gradients and two moments"
+    assert parts("algorithm.name=ppo", "critic.trunk=shared").keys() == plain.keys()
+    assert parts("algorithm.name=prime").keys() - plain.keys() == {
+        "reference copy",
+        "process reward",
+    }
+
+
+def test_weights_that_the_engine_keeps_beside_the_trainer_s_take_memory(
+    loaded, small_config, tmp_path
+):
+    """What the estimate counts is what the engine allocates: copies of what is trained, and on a
+    CPU the matrices that each of them packs when it draws."""
+
+    def parts(*overrides: str) -> dict[str, float]:
+        config = small_config(tmp_path, *overrides)
+        return checks.memory_parts(loaded.model, config, step_tokens=1000, cache_bytes=CACHE_BYTES)
+
+    earlier = EarlierWeights(loaded.model)
+    for version in range(5):
+        earlier.keep(version, 3)
+
+    storages = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+        for version in range(2, 5)
+        for p in earlier.model_serving(version, 5)[1].parameters()
+    }
+    packed = packed_bytes(loaded.model, loaded.model.device)
+    in_turn = parts()
+    three = parts("rollout.staleness=3")
+    assert three["earlier weights"] == sum(storages.values()) + 3 * packed
+    assert three.keys() - in_turn.keys() == {"earlier weights"}
+    assert "earlier weights" not in parts("rollout.staleness=3", "rollout.policy=mask")
+    assert "earlier weights" not in parts("rollout.staleness=3", "rollout.samplers=1")
+
+    overlap = parts("rollout.staleness=1", "rollout.sharing=overlap")
+    assert overlap[checks.OWN_WEIGHTS] == overlap["earlier weights"] == three["earlier weights"] / 3
+
+    found = list_measures(
+        small_config(tmp_path, "rollout.staleness=1", "rollout.sharing=overlap"), on_cpu=True
+    )
+    assert {"rollout.policy=mask", "rollout.sharing=turns"} <= found.keys()
+
+
+def test_every_knob_is_a_valid_change_that_never_takes_more(loaded, small_config, tmp_path):
+    config = small_config(tmp_path, "algorithm.name=ppo", "trainer.micro_batch_tokens=4096")
+
+    def needed(one) -> float:
+        is_same = one.model == config.model
+        model = loaded.model if is_same else shape_policy(one, loaded.model.config)
+        parts = checks.memory_parts(model, one, step_tokens=20000, cache_bytes=CACHE_BYTES)
+        return sum(parts.values())
+
+    found = list_measures(config, on_cpu=True)
+    assert next(iter(found)) == "trainer.micro_batch_tokens=2048"
+    assert {change.partition("=")[0] for change in found} >= {
+        "memory.checkpointing",
+        "memory.optimizer",
+        "critic.trunk",
+    }
+
+    for change, other in found.items():
+        words = "algorithm.name=ppo", "trainer.micro_batch_tokens=4096", *change.split()
+        assert small_config(tmp_path, *words) == other
+        assert needed(other) <= needed(config), change
+
+    on_gpu = list_measures(config, on_cpu=False)
+    assert on_gpu.keys() - found.keys() == {
+        "memory.offload_optimizer=true",
+        "memory.offload_activations=true",
+    }
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [
+        (75, "trainer.micro_batch_tokens=2048 memory.checkpointing=selective"),
+        (66, "trainer.micro_batch_tokens=2048 memory.checkpointing=full"),
+        (60, "trainer.micro_batch_tokens=1024 memory.checkpointing=full"),
+        (56, "trainer.micro_batch_tokens=2048 model.lora.rank=16"),
+        (8, "trainer.micro_batch_tokens=2048 memory.checkpointing=full model.lora.rank=16"),
+        (-50, None),
+    ],
+)
+def test_the_cheapest_measures_that_are_enough_together(room, expected):
+    config = build_config(
+        {"environment": {"type": "coins"}},
+        ["model.name=org/name", "trainer.micro_batch_tokens=4096"],
+    )
+
+    def needs(changed) -> float:
+        saved = {4096: 0, 2048: 5, 1024: 10}[changed.trainer.micro_batch_tokens]
+        saved += {"none": 0, "selective": 20, "full": 30}[changed.memory.checkpointing]
+        saved += 15 * (changed.memory.optimizer == "adamw_8bit")
+        return 100 - saved - 60 * changed.model.lora.enabled
+
+    found = find_combination(config, partial(list_measures, on_cpu=True), needs, room)
+    assert (found and found[0]) == expected
+    assert found is None or found[1] <= room
