@@ -7,6 +7,12 @@ from typing import Annotated
 import typer
 
 from agentevo.cli.arguments import Host, Port, Tls
+from agentevo.cli.topics import Topic
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Adds `agentevo ui`."""
+    app.command(rich_help_panel=Topic.START)(ui)
 
 
 def ui(

@@ -13,7 +13,6 @@ import typer
 from agentevo.cli.arguments import Overrides, path_word
 from agentevo.cli.printing import tell_of_rows
 from agentevo.errors import ConfigError
-from agentevo_evolve.commands.tasks import grade, make
 
 data = typer.Typer(
     no_args_is_help=True, help="Make, convert and prepare tasks and conversations for training."
@@ -26,9 +25,6 @@ Out = Annotated[
 ]
 CONVERSATIONS = "conversations"
 """What logs and traces are converted into."""
-
-data.command("make", context_settings={"ignore_unknown_options": True})(make)
-data.command("grade")(grade)
 
 
 @data.command()

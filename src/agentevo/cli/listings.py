@@ -94,7 +94,7 @@ def recipes() -> list[Row]:
 
     rows = []
     for name, path in packaged_recipes().items():
-        about = _first_comment(path)
+        about = first_comment(path)
         sweep = load_sweep(name)
         rows.append(
             (
@@ -106,20 +106,6 @@ def recipes() -> list[Row]:
         )
 
     return rows
-
-
-def pipelines() -> list[Row]:
-    """Packaged pipelines. The line is the first paragraph of the file's comment."""
-    from agentevo_evolve.pipeline import packaged_pipelines
-
-    return [(name, _first_comment(path)) for name, path in packaged_pipelines().items()]
-
-
-def stages() -> list[Row]:
-    """Kinds of stages."""
-    from agentevo_evolve.pipeline import stage_kinds
-
-    return [(name, stage_kinds.get(name).about) for name in stage_kinds.names()]
 
 
 def engines() -> list[Row]:
@@ -180,8 +166,6 @@ LISTS: Mapping[str, Callable[[], list[Row]]] = {
     "algorithms": algorithms,
     "models": models,
     "recipes": recipes,
-    "pipelines": pipelines,
-    "stages": stages,
     "engines": engines,
     "transports": transports,
     "stores": stores,
@@ -196,8 +180,6 @@ KINDS: Mapping[str, str] = {
     "algorithms": "how training learns from attempts: algorithm.name, and its parts",
     "models": "the policy: model.name",
     "recipes": "complete recipes, for `agentevo train NAME`",
-    "pipelines": "several runs as one, for `agentevo pipeline NAME`",
-    "stages": "what a stage of a pipeline does: its kind",
     "engines": "what generates: engine.type",
     "transports": "how trained weights reach the engines: rollout.transport",
     "stores": "where trajectories go: store.url",
@@ -207,8 +189,8 @@ KINDS: Mapping[str, str] = {
 """The kinds, with their purposes."""
 
 
-def _first_comment(path: Path) -> str:
-    """The first paragraph of the comment at the beginning of a file."""
+def first_comment(path: Path) -> str:
+    """The first paragraph of the comment that a file begins with."""
     lines = path.read_text(encoding="utf-8").lstrip().splitlines()
     comment = (line[1:].strip() for line in takewhile(lambda line: line.startswith("#"), lines))
     return " ".join(takewhile(bool, comment))

@@ -51,14 +51,14 @@ from agentevo.cli import (
 )
 from agentevo.cli.ending import end_soon
 from agentevo.cli.memory_limit import memory_problem
+from agentevo.cli.packages import package_modules
 from agentevo.cli.printing import first_sentence
+from agentevo.cli.topics import Topic
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.runtime import progress
 from agentevo.runtime.credentials import without_passwords
 from agentevo.runtime.extras import training_packages
 from agentevo.runtime.paths import name_problem
-from agentevo_evolve.commands import evolve, pipeline, prompts
-from agentevo_ui import commands as ui
 
 _LONG = re.compile(r"(\S{300})\S{100,}")
 """What is too long to be read in a message: a number or a text that a user gave."""
@@ -77,7 +77,7 @@ class TopicalGroup(TyperGroup):
     its help."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        topics: dict[str, list[tuple[str, str]]] = {}
+        topics: dict[str, list[tuple[str, str]]] = {topic: [] for topic in Topic}
         for name, command in self.commands.items():
             if command.hidden:
                 continue
@@ -87,8 +87,9 @@ class TopicalGroup(TyperGroup):
             topics.setdefault(topic if isinstance(topic, str) else "Commands", []).append(row)
 
         for topic, rows in topics.items():
-            with formatter.section(topic):
-                formatter.write_dl(rows)
+            if rows:
+                with formatter.section(topic):
+                    formatter.write_dl(rows)
 
 
 app = typer.Typer(
@@ -101,51 +102,44 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_START = "Start here"
-app.command(rich_help_panel=_START)(train.train)
-app.command("eval", rich_help_panel=_START)(evaluation.evaluate)
-app.command(rich_help_panel=_START)(processes.serve)
-app.command(rich_help_panel=_START)(ui.ui)
-app.command("list", rich_help_panel=_START)(names.list_names)
+app.command(rich_help_panel=Topic.START)(train.train)
+app.command("eval", rich_help_panel=Topic.START)(evaluation.evaluate)
+app.command(rich_help_panel=Topic.START)(processes.serve)
 
-_RECIPES = "Recipes and models"
-app.command(rich_help_panel=_RECIPES)(init.init)
-app.command(rich_help_panel=_RECIPES)(doctor.doctor)
-app.command(rich_help_panel=_RECIPES)(names.config)
-app.add_typer(names.models, name="models", rich_help_panel=_RECIPES)
+app.command(rich_help_panel=Topic.RECIPES)(init.init)
+app.command(rich_help_panel=Topic.RECIPES)(doctor.doctor)
+app.command(rich_help_panel=Topic.RECIPES)(names.config)
+app.add_typer(names.models, name="models", rich_help_panel=Topic.RECIPES)
 
-_TRAINING = "More ways to train"
-app.command(rich_help_panel=_TRAINING)(train.sft)
-app.command(rich_help_panel=_TRAINING)(pipeline.pipeline)
-app.command(rich_help_panel=_TRAINING)(evolve.evolve)
-app.command(rich_help_panel=_TRAINING)(prompts.optimize)
-app.command(rich_help_panel=_TRAINING)(server.server)
+app.command(rich_help_panel=Topic.TRAINING)(train.sft)
+app.command(rich_help_panel=Topic.TRAINING)(server.server)
 
-_RUNS = "Look at runs"
-app.command(rich_help_panel=_RUNS)(top.top)
-app.command(rich_help_panel=_RUNS)(control.control)
-app.command(rich_help_panel=_RUNS)(chat.chat)
-app.add_typer(trajectories.trajectories, name="trajectories", rich_help_panel=_RUNS)
-app.command(rich_help_panel=_RUNS)(report.report)
-app.command(rich_help_panel=_RUNS)(audit.audit)
-app.command(rich_help_panel=_RUNS)(store.store)
+app.command(rich_help_panel=Topic.RUNS)(top.top)
+app.command(rich_help_panel=Topic.RUNS)(control.control)
+app.command(rich_help_panel=Topic.RUNS)(chat.chat)
+app.add_typer(trajectories.trajectories, name="trajectories", rich_help_panel=Topic.RUNS)
+app.command(rich_help_panel=Topic.RUNS)(report.report)
+app.command(rich_help_panel=Topic.RUNS)(audit.audit)
+app.command(rich_help_panel=Topic.RUNS)(store.store)
 
-_LABELS = "Judges and labels"
-app.command(rich_help_panel=_LABELS)(judge.judge)
-app.command(rich_help_panel=_LABELS)(labelling.annotate)
+app.command(rich_help_panel=Topic.LABELS)(judge.judge)
+app.command(rich_help_panel=Topic.LABELS)(labelling.annotate)
 
-_TASKS = "Tasks and tools"
-app.add_typer(data.data, name="data", rich_help_panel=_TASKS)
-app.add_typer(tools.tools, name="tools", rich_help_panel=_TASKS)
-app.command(rich_help_panel=_TASKS)(sandbox.sandbox)
+app.add_typer(data.data, name="data", rich_help_panel=Topic.TASKS)
+app.add_typer(tools.tools, name="tools", rich_help_panel=Topic.TASKS)
+app.command(rich_help_panel=Topic.TASKS)(sandbox.sandbox)
 
-_MACHINES = "Several processes and machines"
-app.command(rich_help_panel=_MACHINES)(launch.launch)
-app.command(rich_help_panel=_MACHINES)(processes.learn)
-app.command(rich_help_panel=_MACHINES)(processes.sample)
-app.command(rich_help_panel=_MACHINES)(processes.gateway)
+app.command(rich_help_panel=Topic.MACHINES)(launch.launch)
+app.command(rich_help_panel=Topic.MACHINES)(processes.learn)
+app.command(rich_help_panel=Topic.MACHINES)(processes.sample)
+app.command(rich_help_panel=Topic.MACHINES)(processes.gateway)
 app.command("launch-node", hidden=True)(launch.node)
 app.command("launch-own", hidden=True)(launch.own)
+
+for _module in package_modules("commands"):
+    _module.add_commands(app)
+
+app.command("list", rich_help_panel=Topic.START)(names.list_names)  # the last of its topic
 
 
 def main(argv: Sequence[str] | None = None) -> int:

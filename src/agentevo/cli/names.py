@@ -54,23 +54,26 @@ def list_names(
     ] = "",
 ) -> None:
     """List the recipes, models, algorithms and other names that a recipe can use."""
-    from agentevo.cli.listings import KINDS, LISTS
+    from agentevo.cli import listings
+    from agentevo.cli.packages import package_modules
     from agentevo.config.imports import import_for
     from agentevo.runtime.registry import nearest
 
+    modules = (listings, *package_modules("listings"))
     if not kind:
-        print_table(KINDS.items())
+        print_table([row for module in modules for row in module.KINDS.items()])
         return
 
-    if kind not in LISTS:
-        guess = nearest(kind, list(LISTS))
+    lists = {name: rows for module in modules for name, rows in module.LISTS.items()}
+    if kind not in lists:
+        guess = nearest(kind, list(lists))
         hint = f"did you mean {guess!r}? " if guess else ""
-        raise UnknownNameError(f"nothing is listed under {kind!r}: {hint}known: {', '.join(LISTS)}")
+        raise UnknownNameError(f"nothing is listed under {kind!r}: {hint}known: {', '.join(lists)}")
 
     if recipe:
         import_for(recipe)
 
-    print_table(LISTS[kind]())
+    print_table(lists[kind]())
 
 
 @models.command("get")

@@ -46,7 +46,7 @@ from agentevo.runtime.parsing import read_json_object
 if TYPE_CHECKING:
     from agentevo.config import ModelSection
 
-TEMPLATES = Path(__file__).parent / "chat_templates"
+TEMPLATES = Path(__file__).parents[1] / "chat" / "templates"
 _CAUSAL = "a causal language model"
 
 

@@ -12,9 +12,8 @@ import secrets
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from agentevo.config import RunConfig
 from agentevo.errors import ConfigError, DiskError
 from agentevo.observability.tracing import conventions as names
 from agentevo.observability.tracing.section import TracingSection
@@ -44,8 +43,29 @@ _TRUE = ("true", "1", "yes", "on", "span_only", "span_and_event", "event_only")
 """Values of the variable for contents, in all spellings that instrumentations use."""
 
 
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+class TracedRun(Protocol):
+    """The parts of a run's configuration that its traces depend on."""
+
+    @property
+    def tracing(self) -> TracingSection: ...
+
+    @property
+    def run(self) -> Named: ...
+
+    @property
+    def model(self) -> Named: ...
+
+    @property
+    def run_dir(self) -> Path: ...
+
+
 def open_tracing(
-    config: RunConfig,
+    config: TracedRun,
     *,
     process: str,
     notify: Callable[[str], None],
@@ -80,7 +100,7 @@ def open_tracing(
     )
 
 
-def check_tracing(config: RunConfig) -> None:
+def check_tracing(config: TracedRun) -> None:
     """Raises MissingExtraError and ConfigError for a tracer that can't be created, before anything
     is created."""
     section = config.tracing
@@ -135,7 +155,7 @@ def length_of(section: TracingSection) -> int:
     return next((n for name in names.ENV_LENGTHS if (n := _number(name)) is not None), LENGTH)
 
 
-def _exporter(config: RunConfig, process: str) -> SpanExporter:
+def _exporter(config: TracedRun, process: str) -> SpanExporter:
     from agentevo.observability.tracing.mlflow import MLflowExporter
     from agentevo.observability.tracing.otlp import JsonLines, collector_exporter
 
@@ -159,7 +179,7 @@ def _endpoint(section: TracingSection) -> str | None:
     return None if section.endpoint is None else with_environment(section.endpoint).strip()
 
 
-def _mlflow_uri(config: RunConfig) -> str:
+def _mlflow_uri(config: TracedRun) -> str:
     uri = _endpoint(config.tracing) or os.environ.get("MLFLOW_TRACKING_URI")
     return uri or f"sqlite:///{config.run_dir / FOLDER / 'mlruns.db'}"
 
