@@ -94,6 +94,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ast-grep scan --config .ci/ast-grep/sgconfig.yml src tests benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/lint-imports --config .ci/packages.toml
 	$(BIN)/python .ci/plain.py
 	$(BIN)/python .ci/long.py
 

@@ -60,8 +60,8 @@ plan says which token may attend to which.
 
 Every model is checked when it is loaded. `prepare` runs a short text through the model twice, as
 transformers does and as training and the engine do, and refuses the model if the results differ
-(`models/compute/trial.py`). So an architecture that is missing from these tables is also either exact or
-refused before anything is created.
+(`models/compute/trial.py`). So an architecture that is missing from these tables is also either
+exact or refused before anything is created.
 
 `python benchmarks/architectures.py --write` made the tables with transformers {version}, on tiny
 models with random weights in float32 on a CPU: {counts}.

@@ -1,8 +1,8 @@
 """`agentevo evolve`: makes tasks from a tool server or documents, and trains an agent on them, in
 one folder.
 
-    FOLDER/tasks/                 the first tasks, held-out ones among them (agentevo_evolve/task_making/files.py),
-                                  and the agent's texts
+    FOLDER/tasks/                 the first tasks, held-out ones among them
+                                  (agentevo_evolve/task_making/files.py), and the agent's texts
     FOLDER/recipe.yaml            the recipe of every stage
     FOLDER/evolve.pipeline.yaml   the stages (stages.py); `agentevo pipeline` also runs it
     FOLDER/run/                   the pipeline's folder: stages, report, table

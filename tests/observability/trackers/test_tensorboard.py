@@ -80,7 +80,8 @@ def test_a_log_hands_over_what_is_committed(
 
 def test_the_room_loads_no_tracker_and_no_torch() -> None:
     heavy = ("torch", "tensorboard", "wandb", "mlflow", "transformers")
-    code = f"import sys, agentevo.observability.trackers; print([name for name in {heavy!r} if name in sys.modules])"
+    loaded = f"[name for name in {heavy!r} if name in sys.modules]"
+    code = f"import sys, agentevo.observability.trackers; print({loaded})"
     found = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=300
     )

@@ -21,8 +21,8 @@ up. Keys that a query does not see add zeros. A token's numbers therefore depend
 before it: not on the number of queries that are computed at once, on padding, or on the sequences
 that share the prefix (tests/inference/test_batch_invariance.py).
 
-    own kernels   (`models/compute/cpu_kernels.py`) for any number of queries, with or without a prefix.
-                  Not if scores are capped, or if a head's size is not a multiple of a vector.
+    own kernels   (`models/compute/cpu_kernels.py`) for any number of queries, with or without a
+                  prefix. Not if scores are capped, or if a head's size is not a multiple of a vector.
     few queries   Matrix products, one per sequence and head, would be smaller than their overhead.
                   Scores are sums of key rows weighted by the query, and outputs are sums of value
                   rows weighted by attention. One call computes all of them.
