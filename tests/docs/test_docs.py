@@ -77,7 +77,7 @@ def test_named_files_exist(name):
             ("runs/", "checkpoints/", "profile/")
         ):
             continue
-        places = (ROOT, ROOT / "src" / "agentevo", (ROOT / name).parent)
+        places = (ROOT, ROOT / "src", ROOT / "src" / "agentevo", (ROOT / name).parent)
         assert any((place / path).is_file() for place in places), f"{name}: {path} does not exist"
 
 

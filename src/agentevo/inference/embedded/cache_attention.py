@@ -22,7 +22,8 @@ before it: not on the number of queries that are computed at once, on padding, o
 that share the prefix (tests/inference/test_batch_invariance.py).
 
     own kernels   (`models/compute/cpu_kernels.py`) for any number of queries, with or without a
-                  prefix. Not if scores are capped, or if a head's size is not a multiple of a vector.
+                  prefix. Not if scores are capped, or if a head's size is not a multiple of a
+                  vector's.
     few queries   Matrix products, one per sequence and head, would be smaller than their overhead.
                   Scores are sums of key rows weighted by the query, and outputs are sums of value
                   rows weighted by attention. One call computes all of them.

@@ -5,7 +5,8 @@ knows which token may attend to which:
 
     inference: `CacheAttention` (inference/embedded/cache_attention.py), new tokens against a
                key-value cache
-    training:  `TreeAttention` (training/kernels/tree_attention.py), packed sequences that share prefixes
+    training:  `TreeAttention` (training/kernels/tree_attention.py), packed sequences that
+               share prefixes
 
 The tokens of all sequences are in one row [1, tokens] without padding, and only the plan separates
 the sequences. Generation and training therefore use the same model module. If a model would then
