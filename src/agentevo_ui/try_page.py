@@ -45,7 +45,7 @@ router = APIRouter()
 
 DEVICES = ("", "cpu")
 MAX_STREAMS = 8
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 ROLES = ("system", "user", "assistant")
 
 

@@ -34,9 +34,7 @@ def test_a_tool_that_ships_is_trained_with_through_mcp(tmp_path):
     run = agentevo.load_run(tmp_path / "database" / "run")
     attempts = run.trajectories(split="train")
     assert len(attempts) == 64 and {attempt.status for attempt in attempts} == {"completed"}
-    assert all(
-        set(attempt.reward_parts) == {"database"} for attempt in attempts if attempt.reward_parts
-    )
+    assert all("database" in attempt.reward_parts for attempt in attempts if attempt.reward_parts)
 
     held_out = (tmp_path / "database" / "eval.jsonl").read_text().splitlines()
     told = {json.loads(line)["query"] for line in held_out}

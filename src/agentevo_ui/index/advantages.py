@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from agentevo.errors import AgentEvoError, TrainingError
 from agentevo.types import Sample, Trajectory
 
-JUDGES = frozenset({"llm_judge", "agentcpm", "ruler", "pairwise"})
+JUDGES = frozenset({"llm_judge", "agentcpm", "ruler"})
 """Rewards that call remote models even if the recipe names none."""
 KNOWN_NEEDS = frozenset({"baseline_rewards", "reward_parts", "turn_parents"})
 
