@@ -31,8 +31,8 @@ from agentevo.inference.weights.part_deltas import PublishedParts
 from agentevo.inference.weights.weight_delta import num_bytes
 from agentevo.inference.weights.weights_folder import WeightsFolder
 from agentevo.models.compute.sharded import note_change, shard, skeleton_of
-from agentevo.models.files.in_parts import InParts, PartsCommand, register_in_parts
 from agentevo.models.files.load import load_model
+from agentevo.models.files.split_models import InParts, PartsCommand, register_in_parts
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.mesh import make_meshes

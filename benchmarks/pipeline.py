@@ -37,8 +37,8 @@ def seconds_of_steps(stages: int, repeats: int, meeting: str, process: int) -> l
 
     from agentevo.config import ParallelSection, SFTSection
     from agentevo.models.compute.attention import prepare
+    from agentevo.training.distribute import spread
     from agentevo.training.mesh import make_meshes
-    from agentevo.training.spread import spread
     from agentevo.training.supervised import SupervisedTrainer
     from agentevo.types import Sample
 

@@ -19,7 +19,7 @@ from collections import defaultdict
 
 from agentevo.environments.sandbox import Sandboxes
 from agentevo.environments.sandbox.launch import python_program
-from agentevo.environments.sandbox.opening import problem_of
+from agentevo.environments.sandbox.open_sandbox import problem_of
 from agentevo.environments.sandbox.section import SandboxSection
 
 ECHO = "import sys\nfor line in sys.stdin:\n    print(eval(line), flush=True)"

@@ -150,9 +150,9 @@ def _spread_child(given: dict[str, Any]) -> tuple[float, float]:
     from agentevo.models.compute.attention import prepare
     from agentevo.runs.doctor.memory_estimate import FLOAT, LIBRARIES, total
     from agentevo.runs.doctor.mesh_estimate import process_terms, sizes_of
+    from agentevo.training.distribute import spread
     from agentevo.training.mesh import make_meshes
     from agentevo.training.sharding.layouts import local
-    from agentevo.training.spread import spread
     from agentevo.training.trainer import Trainer
     from memory import peak_bytes
 

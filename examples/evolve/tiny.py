@@ -23,7 +23,7 @@ from agentevo.config import TinyModel
 from agentevo.config.tool_entries import ToolEntry
 from agentevo.models.tiny import make_tiny
 from agentevo_evolve.task_making.demonstrations import demonstration
-from agentevo_evolve.task_making.making import WantedTasks, make_tasks
+from agentevo_evolve.task_making.server_tasks import WantedTasks, make_tasks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "frameworks"))
 from cold_start import CHAT_TEMPLATE, CONTEXT, _prepare_to_repeat, _texts

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from agentevo.agents.capture import untracked
-    from agentevo.agents.texts import examples, text
+    from agentevo.agents.named_texts import examples, text
     from agentevo.agents.tools.tool import ToolResult
     from agentevo.api import load_run, sft, train
     from agentevo.api.evaluation import evaluate
@@ -60,7 +60,7 @@ _HOMES = {
     "credit": "agentevo.config.algorithm_functions",
     "environment": "agentevo.environments.environment",
     "evaluate": "agentevo.api.evaluation",
-    "examples": "agentevo.agents.texts",
+    "examples": "agentevo.agents.named_texts",
     "gather": "agentevo.api.loop.rollout",
     "load_run": "agentevo.api",
     "open_model": "agentevo.api.loop.local",
@@ -71,7 +71,7 @@ _HOMES = {
     "reward": "agentevo.rewards.reward",
     "rollout": "agentevo.rollout",
     "sft": "agentevo.api",
-    "text": "agentevo.agents.texts",
+    "text": "agentevo.agents.named_texts",
     "tool": "agentevo.config.tools",
     "train": "agentevo.api",
     "untracked": "agentevo.agents.capture",

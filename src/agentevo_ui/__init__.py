@@ -6,7 +6,7 @@ access.py    who may see anything, and who may change anything: tokens, cookies,
 forms.py     the only kind of request that can change something
 app.py       assembles the pages
 sources.py   finds the runs and stores, and opens each store once
-watching.py  the state of each run, kept up to date while a page is open
+watching/run_watcher.py  the state of each run, kept up to date while a page is open
 live.py      server-sent events
 index/       the attempts of a store, for searching and sorting
 players.py   processes that hold a checkpoint each, for visitors who try a run

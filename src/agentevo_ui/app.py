@@ -37,9 +37,9 @@ from agentevo_ui.confirmations import Confirmations
 from agentevo_ui.context import Dashboard, NotFoundError, page
 from agentevo_ui.indexes import Indexes
 from agentevo_ui.players import Players
+from agentevo_ui.run_watcher import UnknownRunError, Watcher
 from agentevo_ui.shared_answers import SharedAnswers
 from agentevo_ui.stores import Stores
-from agentevo_ui.watching import UnknownRunError, Watcher
 from agentevo_ui.work import Works
 
 ROUTERS: tuple[APIRouter, ...] = (

@@ -18,8 +18,8 @@ from agentevo.runs.folder.comparison import PLACE_KEYS, setting_of
 from agentevo.runs.folder.run_state import RunView
 from agentevo.runtime.event_loop import in_thread
 from agentevo_ui.context import dashboard, page
+from agentevo_ui.run_watcher import UnknownRunError
 from agentevo_ui.runs_page import row_of
-from agentevo_ui.watching import UnknownRunError
 
 router = APIRouter()
 

@@ -17,9 +17,9 @@ from agentevo_ui.confirmations import Confirmations
 from agentevo_ui.forms import Visitor
 from agentevo_ui.indexes import Indexes
 from agentevo_ui.players import Players
+from agentevo_ui.run_watcher import Watcher
 from agentevo_ui.shared_answers import THEME, THEMES
 from agentevo_ui.stores import Stores
-from agentevo_ui.watching import Watcher
 from agentevo_ui.work import Works
 
 

@@ -25,8 +25,8 @@ from agentevo_ui.context import NotFoundError, dashboard, run_of
 from agentevo_ui.held_out import Account, HeldOut, SettingChanges
 from agentevo_ui.index.reader import IndexReader, IndexUnavailableError
 from agentevo_ui.run_page import run_page
+from agentevo_ui.run_watcher import UnknownRunError
 from agentevo_ui.runs_page import newest_evaluation
-from agentevo_ui.watching import UnknownRunError
 
 router = APIRouter()
 

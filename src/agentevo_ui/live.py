@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from agentevo.observability.pages.text import one_line, shown
 from agentevo.runs.folder.run_state import RunView
 from agentevo_ui.context import dashboard
-from agentevo_ui.watching import LIST, Watcher
+from agentevo_ui.run_watcher import LIST, Watcher
 
 HEARTBEAT_S = 15.0
 MAX_STREAM_S = 3600.0

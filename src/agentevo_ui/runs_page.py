@@ -16,7 +16,7 @@ from agentevo.observability.pages.text import without_folders
 from agentevo.runs.folder.run_state import RunView
 from agentevo.runtime.event_loop import in_thread
 from agentevo_ui.context import dashboard, is_part, page, part
-from agentevo_ui.watching import LIST
+from agentevo_ui.run_watcher import LIST
 
 router = APIRouter()
 

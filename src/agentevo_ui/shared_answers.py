@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentevo.runtime.event_loop import in_thread
 from agentevo_ui.forms import Visitor
-from agentevo_ui.watching import Watcher
+from agentevo_ui.run_watcher import Watcher
 
 PATHS = re.compile(
     r"/|/runs/(?P<run>[^/]+)"

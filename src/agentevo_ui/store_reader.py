@@ -15,7 +15,7 @@ from typing import Any
 
 from agentevo.errors import AgentEvoError
 from agentevo.observability.metrics_table import MetricsTable
-from agentevo.observability.signs import warnings_in_summary
+from agentevo.observability.run_warnings import warnings_in_summary
 from agentevo.runs.folder.run_state import PIECE_S, RunView, State
 from agentevo.runs.folder.sources import RunSource
 from agentevo.store import Store

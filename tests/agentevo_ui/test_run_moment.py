@@ -17,7 +17,7 @@ from filelock import FileLock
 
 from agentevo.cli.top import top
 from agentevo.inference.serving.directory import Announcement, EngineDirectory
-from agentevo.observability.moment import read_moment
+from agentevo.observability.current_activity import read_moment
 from agentevo.runs.folder.lock import LOCK
 from agentevo.runs.folder.run_state import RunReader, RunView
 from agentevo.runs.folder.sources import RunSource

@@ -11,7 +11,7 @@ from agentevo.agents.code_agent import is_unfinished, read_code
 from agentevo.config import tools as tool_config
 from agentevo.config.agents import CodeAgentSection
 from agentevo.config.tools import tool
-from agentevo.environments.sandbox.opening import problem_of
+from agentevo.environments.sandbox.open_sandbox import problem_of
 from agentevo.environments.sandbox.section import SandboxSection
 from agentevo.errors import ConfigError, ToolError
 from agentevo.inference.conversations.conversation import Conversation

@@ -12,7 +12,7 @@ import pytest
 
 from agentevo.agents import EnvironmentAgent, Reply, environment_thread
 from agentevo.agents.environment_thread import EnvironmentThread, Pace
-from agentevo.agents.texts import Texts
+from agentevo.agents.named_texts import Texts
 from agentevo.config import EnvironmentAgentSection
 from agentevo.errors import EnvironmentFailure, OverreachError
 from agentevo.types import Message, Task

@@ -93,7 +93,7 @@ def stopped_at_work(monkeypatch) -> None:
         "agentevo.runs.processes.sandbox_server.run_coroutine",
         "agentevo_evolve.prompts.optimize.run_coroutine",
         "agentevo_ui.server.run_coroutine",
-        "agentevo.agents.tool_servers.listening.listen",
+        "agentevo.agents.tool_servers.http_serving.listen",
         "agentevo.agents.tool_servers.serving.ToolServer.serve_stdio",
         "agentevo.runs.processes.sweep._run_members",
         "agentevo_evolve.pipeline.runner._PipelineProcess.run",

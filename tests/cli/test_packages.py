@@ -28,9 +28,7 @@ def run_without_packages(*commands: str) -> tuple[str, str]:
 
 @pytest.mark.cold_start
 def test_commands_of_a_missing_package_are_missing_and_all_others_work() -> None:
-    output, errors = run_without_packages(
-        "--help", "list", "ui", "list pipelines", "config coins"
-    )
+    output, errors = run_without_packages("--help", "list", "ui", "list pipelines", "config coins")
     assert output.endswith("[0, 0, 2, 2, 0]\n"), output + errors
     assert "  train " in output
     assert "  pipeline " not in output

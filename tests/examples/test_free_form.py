@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentevo.rewards.answers import find_answer
+from agentevo.rewards.answer_texts import find_answer
 
 FOLDER = Path(__file__).parents[2] / "examples" / "free_form"
 sys.path.insert(0, str(FOLDER))

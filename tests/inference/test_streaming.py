@@ -22,7 +22,6 @@ from agentevo.errors import (
     StreamDivergedError,
 )
 from agentevo.inference.embedded.torch_engine import TorchEngine
-from agentevo.inference.listening import StreamedTokens
 from agentevo.inference.serving import messages
 from agentevo.inference.serving.messages import (
     DrawnTokens,
@@ -33,6 +32,7 @@ from agentevo.inference.serving.messages import (
     read_answers,
 )
 from agentevo.inference.serving.secret import RunSecret
+from agentevo.inference.token_listeners import StreamedTokens
 from agentevo.types import Completion, SamplingParams
 from examples import examples
 

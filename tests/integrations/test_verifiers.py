@@ -14,7 +14,7 @@ from gateway_play import call, play_through_gateway
 from agentevo.config import AgentSection, build_config
 from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.rollout.task_source import TaskSource
-from agentevo.runtime import own_loop
+from agentevo.runtime import loop_thread
 
 pytest.importorskip("verifiers.envs", reason="verifiers before 0.4 is not in this environment")
 
@@ -154,7 +154,7 @@ def test_an_answer_without_a_word_is_the_policys_doing(attempt):
 
 
 def test_a_tool_that_blocks_costs_its_attempt_and_the_next_one_has_a_loop(attempt, monkeypatch):
-    monkeypatch.setattr(own_loop, "ANSWER_S", 1.0)
+    monkeypatch.setattr(loop_thread, "ANSWER_S", 1.0)
     environment = made(Guesses)
     with pytest.raises(TimeoutError):
         attempt(environment, ["hang"], name="hangs", within_s=3)
@@ -232,4 +232,4 @@ def test_attempts_share_one_loop():
         second = await own.run(which)
         return first is second and first is not asyncio.get_running_loop()
 
-    assert asyncio.run(loop_of_two(own_loop.DedicatedLoop("two")))
+    assert asyncio.run(loop_of_two(loop_thread.DedicatedLoop("two")))

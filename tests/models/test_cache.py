@@ -19,7 +19,7 @@ import pytest
 from agentevo.errors import ModelError
 from agentevo.models.files import cache, convert
 from agentevo.models.files.cache import MANIFEST, cache_folder, ensure_cached, is_complete
-from agentevo.models.files.known import GgufWheel, KnownModel, known_models
+from agentevo.models.files.known_models import GgufWheel, KnownModel, known_models
 
 
 class Builds:

@@ -11,7 +11,7 @@ from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM
 
 from agentevo.models.compute.parts import Spec, WeightPart
-from agentevo.models.files.in_parts import InParts, write_from_parts
+from agentevo.models.files.split_models import InParts, write_from_parts
 from agentevo.models.files.tensor_file import TensorFile
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentevo.errors import ModelError, UnknownNameError
-from agentevo.models.files.known import known_models
+from agentevo.models.files.known_models import known_models
 from agentevo.models.files.resolve import fetch, missing_model, resolve
 
 

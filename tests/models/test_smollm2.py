@@ -13,7 +13,7 @@ from agentevo.config import ModelSection
 from agentevo.errors import ModelError
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.files.convert import check_tokenizer
-from agentevo.models.files.known import known_models
+from agentevo.models.files.known_models import known_models
 from agentevo.models.files.load import LoadedModel, load_model
 from agentevo.types import Message
 

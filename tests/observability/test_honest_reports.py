@@ -16,7 +16,7 @@ from agentevo.observability.metrics import not_comparable, read_evaluations
 from agentevo.observability.pages.words import sparkline
 from agentevo.observability.panels import leave_room
 from agentevo.observability.report_page import report_html, rollouts
-from agentevo.observability.still_attempt import still_attempt
+from agentevo.observability.static_attempt import still_attempt
 from agentevo.observability.trajectory_view import outcome, render_trajectory
 from agentevo.types import Trajectory, Turn
 

@@ -23,7 +23,7 @@ from agentevo.observability import (
     write_report,
 )
 from agentevo.observability.metrics import MetricsRow
-from agentevo.observability.still_attempt import SHOWN_TOKENS
+from agentevo.observability.static_attempt import SHOWN_TOKENS
 from agentevo.runtime.event_loop import run_coroutine
 from agentevo.store import StoredCall, open_store
 from agentevo.types import Call, Message, Task, ToolCall, Trajectory, Turn

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentevo.agents.agent import FunctionAgent
-from agentevo.agents.texts import Texts
+from agentevo.agents.named_texts import Texts
 from agentevo.errors import (
     CommandFailedError,
     OverreachError,

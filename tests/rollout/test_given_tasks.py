@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from agentevo.agents.named_texts import Texts
 from agentevo.agents.single_turn import SingleTurnAgent
-from agentevo.agents.texts import Texts
 from agentevo.config import build_config
 from agentevo.config.agents import CodeAgentSection, SingleTurnSection
 from agentevo.config.tasks import TaskFields, TasksSection

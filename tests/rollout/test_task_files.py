@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentevo.agents.named_by_task import check_agent_names
+from agentevo.agents.task_agent import check_agent_names
 from agentevo.agents.tools.corpus import read_corpus
 from agentevo.cli.main import main
 from agentevo.config.tasks import TaskFields

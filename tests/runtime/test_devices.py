@@ -15,7 +15,7 @@ import torch
 import agentevo
 from agentevo.config import ModelSection
 from agentevo.errors import ModelError
-from agentevo.models.compute.own_state import own_torch_state
+from agentevo.models.compute.thread_settings import own_torch_state
 from agentevo.runtime import devices
 from agentevo.runtime.device_names import DeviceName
 

@@ -26,12 +26,12 @@ from agentevo.inference.weights.weight_delta import num_bytes
 from agentevo.inference.weights.weights_folder import WeightsFolder
 from agentevo.models.compute.parameters import trained_weights
 from agentevo.models.compute.sharded import note_change, skeleton_of
-from agentevo.models.files.in_parts import InParts, PartsCommand, register_in_parts
+from agentevo.models.files.split_models import InParts, PartsCommand, register_in_parts
 from agentevo.models.files.tensor_file import TensorFile
+from agentevo.training.distribute import spread
 from agentevo.training.mesh import make_meshes
 from agentevo.training.sharding.layouts import layouts_by_name, local, whole_tensors
 from agentevo.training.sharding.saving import weight_parts
-from agentevo.training.spread import spread
 from agentevo.training.supervised import SupervisedTrainer
 
 FULL_EVERY = 9

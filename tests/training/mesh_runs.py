@@ -33,6 +33,7 @@ from agentevo.models.compute.attention import prepare
 from agentevo.models.compute.routers import enable_routing, routers_of
 from agentevo.models.compute.sharded import make_plain, note_change
 from agentevo.training.batching.passes import micro_batches, token_tables
+from agentevo.training.distribute import spread
 from agentevo.training.kernels import output_layer
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.mesh import make_meshes
@@ -42,7 +43,6 @@ from agentevo.training.preference import PreferenceTrainer
 from agentevo.training.roles.process_reward import ImplicitProcessReward
 from agentevo.training.roles.token_rewards import TokenRewardModel
 from agentevo.training.sharding.layouts import layouts_of, local, whole_tensors
-from agentevo.training.spread import spread
 from agentevo.training.supervised import SupervisedTrainer, held_out_metrics
 from agentevo.training.trainer import Trainer
 from agentevo.types import Sample

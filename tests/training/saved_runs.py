@@ -27,14 +27,14 @@ from agentevo.inference.weights.weights_folder import WeightsFolder
 from agentevo.models.compute.attention import prepare
 from agentevo.models.compute.parts import WeightPart, give
 from agentevo.models.compute.sharded import make_plain, skeleton_of
-from agentevo.models.files.in_parts import InParts, register_in_parts
+from agentevo.models.files.split_models import InParts, register_in_parts
 from agentevo.training import state_parts
 from agentevo.training.checkpoint import Checkpoints
-from agentevo.training.contribution import Contribution
+from agentevo.training.checkpoint_parts import Contribution
+from agentevo.training.distribute import spread
 from agentevo.training.mesh import Meshes, make_meshes
 from agentevo.training.sharding.layouts import layouts_of, whole_of, whole_tensors
 from agentevo.training.sharding.saving import saved_parts, weight_parts
-from agentevo.training.spread import spread
 from agentevo.training.state_parts import split_state
 from agentevo.training.trainer import Trainer
 

@@ -17,11 +17,11 @@ from agentevo.config import AlgorithmSection, ParallelSection, TrainerSection
 from agentevo.errors import TrainingError
 from agentevo.training import optimization
 from agentevo.training.collectives import Ranks
+from agentevo.training.distribute import check_spread
 from agentevo.training.kernels.stages import Stage, stage_of
 from agentevo.training.roles import reference as roles
 from agentevo.training.sharding.layouts import layouts_by_name
 from agentevo.training.sharding.pipeline import pipeline_parallel
-from agentevo.training.spread import check_spread
 
 sys.path.insert(0, str(Path(__file__).parent))
 from mesh_runs import made

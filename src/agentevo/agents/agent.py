@@ -29,7 +29,7 @@ from agentevo.config import AgentSection
 from agentevo.config.agents import agents, is_async, takes_policy
 from agentevo.environments import TextEnvironment
 from agentevo.errors import ConfigError, NoCallError, describe_error, shown
-from agentevo.rewards.returned import (
+from agentevo.rewards.returned_values import (
     MAX_METRIC,
     named_parts,
     plain_bool,

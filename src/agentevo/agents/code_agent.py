@@ -26,16 +26,16 @@ import msgspec
 
 from agentevo.agents.attempt_files import AttemptFiles
 from agentevo.agents.history import History
-from agentevo.agents.named_by_task import ask_once, asks_once
 from agentevo.agents.policy import Policy
 from agentevo.agents.single_turn import conversation_of, with_examples, with_system
+from agentevo.agents.task_agent import ask_once, asks_once
 from agentevo.agents.tools.shorten import shorten_text
 from agentevo.agents.tools.toolbox import AttemptTools, Toolbox
 from agentevo.agents.tools_outcome import outcome_with_tools, tool_outcomes
 from agentevo.config.agents import CodeAgentSection, agents
 from agentevo.environments.sandbox import Execution, Sandbox, Sandboxes, SandboxTool
 from agentevo.errors import RequestTooLongError, ToolError
-from agentevo.rewards.answers import find_answer
+from agentevo.rewards.answer_texts import find_answer
 from agentevo.rewards.sqlite_state import LEFT_OUT_METRIC
 from agentevo.runtime.seeds import derive_seed
 from agentevo.store.call_log import record_call

@@ -33,7 +33,7 @@ from agentevo.config.agents import agents
 from agentevo.environments import TextEnvironment
 from agentevo.environments.step_results import read_reset, read_step
 from agentevo.errors import EnvironmentFailure, RequestTooLongError
-from agentevo.rewards.returned import plain_bool, plain_number
+from agentevo.rewards.returned_values import plain_bool, plain_number
 from agentevo.types import Message, Outcome, Task
 
 T = TypeVar("T")

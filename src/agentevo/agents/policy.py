@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, overload
 
 import msgspec
 
+from agentevo.agents.named_texts import Texts
 from agentevo.agents.posted_rewards import PostedReward
-from agentevo.agents.texts import Texts
 from agentevo.data.messages import messages_of, tools_of
 from agentevo.errors import BadRequestError, UnknownNameError, shown
 from agentevo.inference.remote_models.conversations import RemoteConversations
@@ -359,7 +359,7 @@ class Policy:
     def text(self, name: str, default: str = "") -> str:
         """The text `name` from the recipe (`agent.texts`) or from `agentevo optimize`, else
         `default`. Use it for prompts, rules and descriptions that you may want to improve. Raises
-        BadRequestError for an invalid text (agents/texts.py)."""
+        BadRequestError for an invalid text (agents/named_texts.py)."""
         return self.texts.text(name, default)
 
     def examples(self, name: str = "examples") -> list[Message]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from agentevo.rewards.returned import named_parts, plain_number
+from agentevo.rewards.returned_values import named_parts, plain_number
 from agentevo.types import Outcome
 
 

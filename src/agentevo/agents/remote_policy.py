@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from agentevo.agents.named_texts import Texts
 from agentevo.agents.policy import Policy, PolicyGateway
-from agentevo.agents.texts import Texts
 from agentevo.errors import BadRequestError, EngineError
 from agentevo.inference.remote_models.conversations import POLICY, RemoteConversations
 from agentevo.models.chat.answer_form import AnswerForm

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from agentevo.agents.named_texts import Texts
 from agentevo.agents.policy import Policy
-from agentevo.agents.texts import Texts
 from agentevo.config.agents import SingleTurnSection, agents
 from agentevo.data.messages import messages_of
 from agentevo.types import QUERY_MESSAGES, Message, Task

@@ -18,18 +18,18 @@ from dataclasses import dataclass, field
 
 from agentevo.agents.browse import Browse
 from agentevo.agents.history import History
-from agentevo.agents.named_by_task import ask_once, asks_once
 from agentevo.agents.policy import Policy, Reply
 from agentevo.agents.react import ReActFormat
 from agentevo.agents.search_tags import SearchTags
 from agentevo.agents.single_turn import opening_of, with_system
+from agentevo.agents.task_agent import ask_once, asks_once
 from agentevo.agents.tool_format import NativeFormat, ParsedReply, ToolFormat
 from agentevo.agents.tools.tool import ToolResult
 from agentevo.agents.tools.toolbox import AttemptTools, Toolbox
 from agentevo.agents.tools_outcome import outcome_with_tools, tool_outcomes
 from agentevo.config.agents import ToolAgentSection, agents
 from agentevo.errors import RequestTooLongError
-from agentevo.rewards.answers import find_answer
+from agentevo.rewards.answer_texts import find_answer
 from agentevo.runtime.seeds import derive_seed
 from agentevo.types import Message, Outcome, Task, ToolCall
 

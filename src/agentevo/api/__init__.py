@@ -20,10 +20,10 @@ import pydantic
 
 from agentevo.config import RunConfig, build_config, sources, to_tree
 from agentevo.config.agents import agent_names, agents, takes_policy
-from agentevo.config.idle_keys import changed_keys, drop_idle_keys
 from agentevo.config.imports import OF_YOUR_OWN, check_recipe_of_run, import_all
 from agentevo.config.other_preset import kept_keys
 from agentevo.config.parallel import follows
+from agentevo.config.preset_keys import changed_keys, drop_idle_keys
 from agentevo.config.rewards import Reward, named_reward
 from agentevo.config.sources import plain_option
 from agentevo.config.tasks import TaskFields

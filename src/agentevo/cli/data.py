@@ -173,7 +173,7 @@ def prepare(
     """Write the files of a known dataset: train.jsonl, eval.jsonl, and, where it has them,
     demonstrations.jsonl and corpus.jsonl. Of a recipe: the solved episodes of its environment's
     solver as demonstrations.jsonl, on seeds that training and evaluation do not use."""
-    from agentevo.agents.named_by_task import check_known_name
+    from agentevo.agents.task_agent import check_known_name
     from agentevo.config.sources import recipe_names
     from agentevo.data import RowReport
     from agentevo.data.rows import check_not_a_source, check_source

@@ -65,7 +65,7 @@ def algorithms() -> list[Row]:
 def models() -> list[Row]:
     """Known models, and whether each is on this machine."""
     from agentevo.models.files.cache import cache_folder, is_complete
-    from agentevo.models.files.known import known_models
+    from agentevo.models.files.known_models import known_models
 
     rows = [
         (

@@ -74,7 +74,7 @@ def sandbox(
 
 
 def _run_file(file: str, section: SandboxSection) -> None:
-    from agentevo.environments.sandbox.opening import Sandboxes, chosen_kind
+    from agentevo.environments.sandbox.open_sandbox import Sandboxes, chosen_kind
     from agentevo.runtime.console import print_line
     from agentevo.runtime.parsing import read_text
 

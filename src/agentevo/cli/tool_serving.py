@@ -69,7 +69,7 @@ def serve(
         _serve_retriever(name, plain_options(options or [], "corpus=p.jsonl"), host, port, api_key)
         return
 
-    from agentevo.agents.tool_servers.listening import listen, read_key
+    from agentevo.agents.tool_servers.http_serving import listen, read_key
     from agentevo.observability.tracing.environment import traced_as_environment
     from agentevo.runtime.event_loop import run_coroutine
 
@@ -108,7 +108,7 @@ def _tool_server(name: str, options: list[str], imports: list[str], timeout_s: f
 def _serve_retriever(
     name: str, options: dict[str, Any], host: str, port: int, api_key: str | None
 ) -> None:
-    from agentevo.agents.tool_servers.listening import listen, read_key
+    from agentevo.agents.tool_servers.http_serving import listen, read_key
     from agentevo.agents.tool_servers.retriever import MAX_TOP_K, Retriever
     from agentevo.agents.tools.indexes import corpus_index
 

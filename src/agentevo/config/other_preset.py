@@ -14,7 +14,7 @@ import yaml
 from agentevo.algorithms.presets import PRESETS
 from agentevo.config import sources
 from agentevo.config.algorithm import AlgorithmSection
-from agentevo.config.idle_keys import changed_keys, drop_idle_keys
+from agentevo.config.preset_keys import changed_keys, drop_idle_keys
 from agentevo.config.recipe import config_keys
 
 

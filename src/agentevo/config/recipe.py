@@ -36,7 +36,6 @@ from agentevo.config.algorithm import AlgorithmSection
 from agentevo.config.contradictions import divides_by_mean_reward, recipe_contradictions
 from agentevo.config.field_words import describe_wrong_choice
 from agentevo.config.gateway import GatewaySection
-from agentevo.config.idle_keys import changed_keys, drop_idle_keys
 from agentevo.config.importance_defaults import with_importance
 from agentevo.config.imports import OF_YOUR_OWN, check_recipe_of_run, import_all
 from agentevo.config.interpolation import escape_tree
@@ -44,6 +43,7 @@ from agentevo.config.keys import ConfigKeys, Variants
 from agentevo.config.memory import MemorySection
 from agentevo.config.named_agents import NamedAgentSection
 from agentevo.config.optimize import OptimizeSection
+from agentevo.config.preset_keys import changed_keys, drop_idle_keys
 from agentevo.config.profile import ProfileSection
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.config.rewards import read_rewards

@@ -8,7 +8,13 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from agentevo.observability.pages.worlds import NO_LEGEND, Legend, WorldPiece, legend_of, pieces
+from agentevo.observability.pages.grid_worlds import (
+    NO_LEGEND,
+    Legend,
+    WorldPiece,
+    legend_of,
+    pieces,
+)
 from agentevo.store.calls import StoredCall
 from agentevo.types import ImagePart, Message, RemoteTurn, Trajectory, Turn
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Self, TextIO
 
 import msgspec
 
+from agentevo.observability.current_activity import Moment
 from agentevo.observability.metrics import EvaluationMetrics, read_evaluations
-from agentevo.observability.moment import Moment
 from agentevo.observability.pages.words import sparkline
 from agentevo.runtime.console import format_duration, open_console, print_line
 from agentevo.runtime.progress import Hidden, hidden

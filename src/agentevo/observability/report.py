@@ -2,8 +2,9 @@
 
 It needs only the files of the run's folder (config.yaml, metrics.jsonl, summary.json, store). So it
 can be written again at any time, even for an interrupted run without a summary. Style, scripts and
-charts are inside the page (observability/pages/still.py), and opening it makes no request. The file
-is replaced in one rename. Only a few attempts are read from the store, however many it has.
+charts are inside the page (observability/pages/static_page.py), and opening it makes no request.
+The file is replaced in one rename. Only a few attempts are read from the store, however many it
+has.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def write_report(
     calls of each by its id. Without `decode`, tokens are shown as ids.
     """
     from agentevo.observability.report_page import report_html
-    from agentevo.observability.still_attempt import still_attempt
+    from agentevo.observability.static_attempt import still_attempt
 
     run_dir = Path(run_dir)
     attempts = [

@@ -23,10 +23,10 @@ from agentevo.observability.metrics import (
     read_evaluations,
 )
 from agentevo.observability.metrics_table import MetricsTable
-from agentevo.observability.pages.still import CHARTS, render_still
+from agentevo.observability.pages.static_page import CHARTS, render_still
 from agentevo.observability.report_charts import report_charts
-from agentevo.observability.signs import Signs, warnings_in_summary
-from agentevo.observability.still_attempt import StillAttempt
+from agentevo.observability.run_warnings import Signs, warnings_in_summary
+from agentevo.observability.static_attempt import StillAttempt
 from agentevo.runtime.console import format_duration
 from agentevo.runtime.credentials import without_passwords
 from agentevo.runtime.parsing import ParseError, parse_yaml

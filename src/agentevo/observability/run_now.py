@@ -10,7 +10,7 @@ from typing import Protocol
 
 from agentevo.observability.metrics_table import Measured
 from agentevo.observability.pages import words
-from agentevo.observability.signs import STEP_METRIC
+from agentevo.observability.run_warnings import STEP_METRIC
 
 PACE_STEPS = 20
 """The number of last steps that measure the pace of the run."""

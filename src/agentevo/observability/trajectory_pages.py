@@ -1,9 +1,9 @@
 """Attempts as files: `OUT/step_N/trajectory_ID.html`, and `OUT/index.html` with links to them.
 
-Each page is self-contained (observability/pages/still.py) and has relative links to its neighbours.
-So a folder works from a disk and from any web server. A page appears whole or not at all, and the
-index is written last. A folder with other files is refused, and a folder of an earlier call is
-replaced.
+Each page is self-contained (observability/pages/static_page.py) and has relative links to its
+neighbours. So a folder works from a disk and from any web server. A page appears whole or not at
+all, and the index is written last. A folder with other files is refused, and a folder of an earlier
+call is replaced.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from agentevo.errors import ConfigError
 from agentevo.observability.attempt_view import MAX_CALLS
-from agentevo.observability.pages.still import render_still
-from agentevo.observability.still_attempt import still_attempt
+from agentevo.observability.pages.static_page import render_still
+from agentevo.observability.static_attempt import still_attempt
 from agentevo.observability.trajectory_view import Decode
 from agentevo.runtime.files import must_write, write_atomic
 from agentevo.store import Store, TrajectorySummary

@@ -8,7 +8,6 @@ from agentevo.rewards import (  # noqa: F401 (the imports register the rewards)
     builtin,
     code_tests,
     llm_judge,
-    manner,
     math_answer,
     probability,
     qa,
@@ -16,6 +15,7 @@ from agentevo.rewards import (  # noqa: F401 (the imports register the rewards)
     reward_model,
     ruler,
     sqlite_state,
+    style_rewards,
 )
 from agentevo.rewards.reward import (
     GroupScorer,

@@ -6,12 +6,12 @@ import math
 
 from pydantic import Field, field_validator
 
-from agentevo.rewards.answers import find_answer, normalise_text
-from agentevo.rewards.contained import states_answer
+from agentevo.rewards.answer_reward import AnswerConfig, right_answers, stated_answer
+from agentevo.rewards.answer_texts import find_answer, normalise_text
+from agentevo.rewards.containment import states_answer
 from agentevo.rewards.numerals import readings
 from agentevo.rewards.patterns import Pattern
 from agentevo.rewards.reward import RewardConfig, Score, completion_of, reward
-from agentevo.rewards.stated import AnswerConfig, right_answers, stated_answer
 from agentevo.runtime.event_loop import in_thread
 from agentevo.types import Task, Trajectory
 
@@ -72,7 +72,7 @@ class ExactMatch:
 class Contains:
     """The stated answer contains the task's answer, or one of several, and no other candidates. A
     number must be the last number of the reply. Words must be whole words, and not part of a list
-    (contained.py)."""
+    (containment.py)."""
 
     Config = TextConfig
 

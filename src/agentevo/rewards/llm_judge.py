@@ -11,9 +11,9 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from agentevo.rewards.answer_reward import AnswerConfig, stated_answer
 from agentevo.rewards.judging import JudgeOptions, ask_in_order
 from agentevo.rewards.reward import Score, ScorerModel, reward, rewards
-from agentevo.rewards.stated import AnswerConfig, stated_answer
 from agentevo.rewards.transcripts import clip, escape_json_line, fence, mark_of
 from agentevo.rewards.verdicts import (
     UnusableError,

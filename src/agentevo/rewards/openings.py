@@ -1,8 +1,8 @@
 """Finds where the stated answer begins in a reply, so that another answer can replace it.
 
-The places are those of `answers.py` that have a single such position: a tag, `boxed` and `hashes`.
-A reply has no opening if it states no answer there, or two, because it is not clear which of two
-answers counts. Every search takes time linear in the text.
+The places are those of `answer_texts.py` that have a single such position: a tag, `boxed` and
+`hashes`. A reply has no opening if it states no answer there, or two, because it is not clear which
+of two answers counts. Every search takes time linear in the text.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from agentevo.rewards.choices import check_right, choice_of, options_of
+from agentevo.rewards.answer_reward import AnswerConfig, right_answers, stated_answer
+from agentevo.rewards.multiple_choice import check_right, choice_of, options_of
 from agentevo.rewards.reward import Score, reward
-from agentevo.rewards.stated import AnswerConfig, right_answers, stated_answer
 from agentevo.rewards.texts import f1, squad_normalised
 from agentevo.types import Task, Trajectory
 

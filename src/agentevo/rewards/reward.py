@@ -23,9 +23,9 @@ import msgspec
 import pydantic
 
 from agentevo.errors import ConfigError, shown
-from agentevo.rewards.answers import find_answer, place_of
+from agentevo.rewards.answer_texts import find_answer, place_of
 from agentevo.rewards.baselines import BaselineScorers
-from agentevo.rewards.returned import named_parts, plain_bool, plain_number, plain_numbers
+from agentevo.rewards.returned_values import named_parts, plain_bool, plain_number, plain_numbers
 from agentevo.runtime.registry import Registry
 from agentevo.runtime.user_code import construct
 from agentevo.types import Task, Trajectory

@@ -29,7 +29,7 @@ from agentevo.data.messages import messages_of
 from agentevo.data.rows import read_rows
 from agentevo.data.task_forms import AGENT_NAME, PlainRow, plain_row
 from agentevo.errors import BadRequestError, ConfigError
-from agentevo.rewards.answers import ANSWER_SCHEMA, check_place
+from agentevo.rewards.answer_texts import ANSWER_SCHEMA, check_place
 from agentevo.runtime.files import create_atomic
 from agentevo.runtime.parsing import read_json_object
 from agentevo.runtime.paths import short

@@ -14,7 +14,7 @@ import secrets
 
 from agentevo.agents.gateway.refusals import Refusal
 from agentevo.config import RunConfig
-from agentevo.rollout.outside import OutsideSession, OutsideSessions
+from agentevo.rollout.external_attempts import OutsideSession, OutsideSessions
 from agentevo.rollout.task_source import TaskSource
 from agentevo.runtime.retry import STORE_RETRY_S, with_retries
 from agentevo.store.records import Lease

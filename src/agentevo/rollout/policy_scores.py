@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from agentevo.agents.named_texts import Texts
 from agentevo.agents.single_turn import opening_of
-from agentevo.agents.texts import Texts
 from agentevo.config import RunConfig
 from agentevo.config.agents import SingleTurnSection
 from agentevo.errors import EngineError, RequestTooLongError

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from agentevo.agents.agent import Agent
 from agentevo.agents.gateway.gateway import Gateway
+from agentevo.agents.named_texts import Declared, TextKeeper, Texts
 from agentevo.agents.policy import Policy, PolicyGateway
-from agentevo.agents.texts import Declared, TextKeeper, Texts
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import remote_agents, trained_agents
 from agentevo.config.sections import SamplingSection

@@ -29,7 +29,7 @@ from agentevo.environments.sandbox import Sandboxes
 from agentevo.environments.sandbox.section import SandboxSection
 from agentevo.errors import AgentEvoError, ConfigError, OverreachError, describe_error
 from agentevo.rewards import RewardConfig, Score, make_reward
-from agentevo.rewards.returned import plain_number
+from agentevo.rewards.returned_values import plain_number
 from agentevo.rewards.reward import (
     ScoredPolicy,
     ScorerModel,

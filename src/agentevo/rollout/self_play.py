@@ -30,7 +30,7 @@ from msgspec.structs import replace
 
 from agentevo.config.self_play import PROPOSER, PROPOSES, SOLVER, SelfPlay
 from agentevo.config.tasks import TaskFields
-from agentevo.data.asked import question_key
+from agentevo.data.question_overlap import question_key
 from agentevo.errors import ConfigError, StoreError, describe_error
 from agentevo.rollout.given_tasks import content_id, task_of
 from agentevo.rollout.questions import QUESTION, Question, QuestionFamily, task_of_question

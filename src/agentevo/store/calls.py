@@ -16,7 +16,7 @@ import msgspec
 
 from agentevo.errors import StoreError
 from agentevo.store.clock import CLOCK_TOLERANCE_S
-from agentevo.store.damage import readable
+from agentevo.store.damage_errors import readable
 from agentevo.types import Call
 
 CallState = Literal["running", "lost", "ended"]

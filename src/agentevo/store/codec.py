@@ -27,7 +27,7 @@ from agentevo.store.blobs import (
     unpack_texts,
     unpack_turns,
 )
-from agentevo.store.damage import readable
+from agentevo.store.damage_errors import readable
 from agentevo.store.files import check_files
 from agentevo.store.records import (
     SPLITS,

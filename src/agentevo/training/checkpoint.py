@@ -39,7 +39,7 @@ from agentevo.models.compute.parts import WholeTensors
 from agentevo.models.files.save import write_model
 from agentevo.runtime.files import PARTIAL, atomic_folder, sync_to_disk, write_atomic
 from agentevo.runtime.parsing import read_json_object
-from agentevo.training.contribution import Contribution
+from agentevo.training.checkpoint_parts import Contribution
 from agentevo.training.parallel import on_first
 from agentevo.training.state_parts import FOLDER, PartsError, join_state, split_state
 

@@ -26,7 +26,7 @@ def make_from_documents(
 ) -> None:
     """Makes cloze sentences, or a model's questions. Also writes the passages as a corpus for the
     tool `search`. `task_options`: train, held_out, per_passage and seed. Raises ConfigError."""
-    from agentevo_evolve.task_making.afterwards import remaining_questions
+    from agentevo_evolve.task_making.curriculum_tasks import remaining_questions
     from agentevo_evolve.task_making.document_files import read_documents
     from agentevo_evolve.task_making.documents import check_made
     from agentevo_evolve.task_making.files import write_made

@@ -17,7 +17,7 @@ from agentevo_evolve.commands.documents import make_from_documents
 if TYPE_CHECKING:
     from agentevo.config.tools import ToolSection
     from agentevo.inference.remote_models.model import RemoteModel
-    from agentevo_evolve.task_making.making import MadeTasks, WantedTasks
+    from agentevo_evolve.task_making.server_tasks import MadeTasks, WantedTasks
 
 SERVER_OPTIONS = (
     "worlds",
@@ -226,7 +226,7 @@ def make(
     refuse_options(context, "is for documents: leave it out for servers", ("per_passage",))
 
     from agentevo.cli.server_words import tool_sections
-    from agentevo_evolve.task_making.making import WantedTasks, check_wanted
+    from agentevo_evolve.task_making.server_tasks import WantedTasks, check_wanted
 
     least, most = _difficulties(difficulty)
     wanted_tasks = WantedTasks(
@@ -250,7 +250,7 @@ def make(
     sections = tool_sections(source, choose=chosen, tells_world=worlds > 1)
     made_tasks = _make_tasks(sections, wanted_tasks, parents, kept_rows)
     if after is not None:  # what the variants are of is played no more
-        from agentevo_evolve.task_making.afterwards import without_parent
+        from agentevo_evolve.task_making.curriculum_tasks import without_parent
 
         made_tasks.train = [*kept_rows, *map(without_parent, made_tasks.train)]
 
@@ -283,7 +283,7 @@ def _earlier_rows(
     harder_than: list[str], after: Path | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The tasks that harder variants are made of, and those that are kept with them."""
-    from agentevo_evolve.task_making.afterwards import remaining_rows
+    from agentevo_evolve.task_making.curriculum_tasks import remaining_rows
     from agentevo_evolve.task_making.files import made_rows
 
     if after is None:
@@ -301,7 +301,7 @@ def _make_tasks(
 ) -> MadeTasks:
     from agentevo.runtime.event_loop import run_coroutine
     from agentevo.runtime.progress import bar
-    from agentevo_evolve.task_making.making import make_tasks
+    from agentevo_evolve.task_making.server_tasks import make_tasks
 
     with bar("making tasks", wanted_tasks.train + wanted_tasks.held_out, "tasks") as so_far:
         work = make_tasks(

@@ -31,7 +31,7 @@ from agentevo_evolve.task_making.demonstrations import demonstration, show_looku
 from agentevo_evolve.task_making.document_files import Documents, changed_files, read_documents
 from agentevo_evolve.task_making.documents import check_made, tasks_from_gaps, tasks_from_model
 from agentevo_evolve.task_making.files import CORPUS, DOCUMENTS
-from agentevo_evolve.task_making.making import WantedTasks, check_wanted, make_tasks
+from agentevo_evolve.task_making.server_tasks import WantedTasks, check_wanted, make_tasks
 from agentevo_evolve.task_making.writer import reword_tasks
 from agentevo_evolve.task_making.writer_model import writer_section
 

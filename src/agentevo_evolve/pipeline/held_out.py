@@ -12,8 +12,8 @@ from agentevo_evolve.pipeline.plan import HELD_OUT, START, Instance
 from agentevo_evolve.pipeline.references import StageReference, references_in
 
 if TYPE_CHECKING:
+    from agentevo_evolve.pipeline.next_stages import PipelineProgress
     from agentevo_evolve.pipeline.schema import StopSection
-    from agentevo_evolve.pipeline.standing import PipelineProgress
 
 
 def add_gains(standing: PipelineProgress, instance: Instance) -> dict[str, float]:

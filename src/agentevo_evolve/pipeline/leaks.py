@@ -17,8 +17,8 @@ from pathlib import Path
 
 from agentevo.config import RunConfig
 from agentevo.data import RowReport
-from agentevo.data.asked import question_key
 from agentevo.data.conversation import read_conversations
+from agentevo.data.question_overlap import question_key
 from agentevo.data.rows import read_rows
 from agentevo.errors import ConfigError, shown
 from agentevo.rollout.task_source import TaskSource

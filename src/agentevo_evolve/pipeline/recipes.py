@@ -74,7 +74,7 @@ class Recipes:
 
     def _texts(self, instance: Instance) -> dict[str, Any]:
         """The texts of the measured stage, which replace the recipe's texts, because the stage's
-        model was trained with them. If a stage makes texts, standing.py adds them later."""
+        model was trained with them. If a stage makes texts, next_stages.py adds them later."""
         written = nest_keys(instance.stage.config).get("agent")
         texts = written.get("texts") if isinstance(written, Mapping) else None
         return {} if texts is None else {"agent": {"texts": texts}}

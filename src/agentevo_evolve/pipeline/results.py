@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from agentevo.observability.pages.still import render_still
+from agentevo.observability.pages.static_page import render_still
 from agentevo.runtime.console import format_duration
 from agentevo.runtime.credentials import without_passwords
 from agentevo.runtime.files import must_write, write_atomic
+from agentevo_evolve.pipeline.next_stages import PipelineProgress
 from agentevo_evolve.pipeline.plan import HELD_OUT, START
 from agentevo_evolve.pipeline.reading import Pipeline
-from agentevo_evolve.pipeline.standing import PipelineProgress
 from agentevo_evolve.pipeline.state import PipelineState, StageState
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)

@@ -27,15 +27,15 @@ from typing import Any
 from agentevo.config.parallel import check_alone
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.observability.sweep_view import SweepView
-from agentevo.runs.processes.members import held_lock, last_lines, why_failed
+from agentevo.runs.processes.run_group import held_lock, last_lines, why_failed
 from agentevo.runtime.files import must_write, write_atomic
 from agentevo.runtime.parsing import dump_yaml
 from agentevo.runtime.paths import short
 from agentevo.runtime.registry import nearest
 from agentevo.runtime.signals import collect_signals, end_stopped
+from agentevo_evolve.pipeline.next_stages import PipelineProgress, StageChoice, StageStart, names_of
 from agentevo_evolve.pipeline.reading import Pipeline
 from agentevo_evolve.pipeline.results import points, success, write_results
-from agentevo_evolve.pipeline.standing import PipelineProgress, StageChoice, StageStart, names_of
 from agentevo_evolve.pipeline.state import FILE, LOCK, STATE, is_pipeline_folder
 
 POLL_S = 0.1

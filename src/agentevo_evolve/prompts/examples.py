@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from agentevo.agents.texts import as_examples, examples_of
+from agentevo.agents.named_texts import as_examples, examples_of
 from agentevo.config.texts import text_problem
 from agentevo.data.messages import messages_of
 from agentevo.errors import BadRequestError

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
-from agentevo.agents.texts import Declared
+from agentevo.agents.named_texts import Declared
 from agentevo.config.texts import digest_of_text
 from agentevo.errors import ConfigError
 from agentevo.runs.folder.output_folder import check_empty, locked_output

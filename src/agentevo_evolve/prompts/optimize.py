@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from agentevo.agents.texts import Declared, Kind
+from agentevo.agents.named_texts import Declared, Kind
 from agentevo.config import RunConfig
 from agentevo.config.routing import without_routing
 from agentevo.config.texts import digest_of_text

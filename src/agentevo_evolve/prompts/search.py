@@ -21,7 +21,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from agentevo.agents.texts import Kind
+from agentevo.agents.named_texts import Kind
 from agentevo.config.optimize import OptimizeSection
 from agentevo.runtime.seeds import derive_seed
 from agentevo.types import Task

@@ -1,2 +1,2 @@
 """Makes tasks from a tool server's schemas and results, or from documents. Start with
-`making.py`."""
+`server_tasks.py`."""

@@ -25,12 +25,12 @@ from typing import Any
 import msgspec
 
 from agentevo.agents.tools.corpus import Passage
-from agentevo.agents.tools.unspaced import WORD_LETTER, contains_words, num_words
-from agentevo.data.asked import question_key
+from agentevo.agents.tools.word_split import WORD_LETTER, contains_words, num_words
+from agentevo.data.question_overlap import question_key
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.inference.remote_models.model import RemoteModel
 from agentevo.models.chat.answer_form import AnswerForm
-from agentevo.rewards.answers import jsons_in
+from agentevo.rewards.answer_texts import jsons_in
 from agentevo_evolve.task_making.document_files import SENTENCE
 from agentevo_evolve.task_making.scenario import CONTENT, is_held_out
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from agentevo.errors import AgentEvoError
 from agentevo.inference.remote_models.model import RemoteModel
-from agentevo.rewards.answers import find_answer
+from agentevo.rewards.answer_texts import find_answer
 from agentevo_evolve.task_making.scenario import Scenario, steps_of
 from agentevo_evolve.task_making.wording import gives_away, named_tools, values_left_out
 

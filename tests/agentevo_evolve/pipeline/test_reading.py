@@ -14,14 +14,14 @@ from agentevo.errors import ConfigError
 from agentevo.inference import default_engine
 from agentevo.runtime import devices
 from agentevo_evolve.pipeline import Pipeline, build_pipeline
+from agentevo_evolve.pipeline.conditions import condition
+from agentevo_evolve.pipeline.next_stages import PipelineProgress
 from agentevo_evolve.pipeline.references import (
     ReferenceProblem,
     StageReference,
     parse_reference,
     replace_references,
 )
-from agentevo_evolve.pipeline.standing import PipelineProgress
-from agentevo_evolve.pipeline.when import condition
 
 LAKE: dict[str, Any] = {
     "model": {"name": "tiny", "tiny": {"hidden_size": 32, "num_layers": 1, "num_heads": 2}},

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from remote_server import RemoteServer, chat, fails, gives
 
-from agentevo.agents.texts import as_examples, examples_of
+from agentevo.agents.named_texts import as_examples, examples_of
 from agentevo.cli.main import main
 from agentevo.config import build_config
 from agentevo.config.agents import agents

@@ -17,9 +17,9 @@ from agentevo.errors import AgentEvoError, ConfigError
 from agentevo_evolve.task_making import databases
 from agentevo_evolve.task_making.calls import ToolWorld, call_tool
 from agentevo_evolve.task_making.demonstrations import demonstration
-from agentevo_evolve.task_making.making import WantedTasks, make_tasks
 from agentevo_evolve.task_making.questions import DatabaseQuestion, Link, QueryCondition
 from agentevo_evolve.task_making.scenario import steps_of
+from agentevo_evolve.task_making.server_tasks import WantedTasks, make_tasks
 from agentevo_evolve.task_making.survey import survey
 
 WANTED = WantedTasks(train=40, held_out=10)

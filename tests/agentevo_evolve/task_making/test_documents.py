@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agentevo.agents.tools.corpus import Passage
-from agentevo.agents.tools.unspaced import contains_words
+from agentevo.agents.tools.word_split import contains_words
 from agentevo.cli.main import main
 from agentevo.config import load_config
 from agentevo.config.remote_models import RemoteModelSection

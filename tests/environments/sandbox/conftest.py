@@ -10,7 +10,7 @@ import pytest
 from open_sandbox import OpenSandbox
 
 from agentevo.environments.sandbox import SandboxTool
-from agentevo.environments.sandbox.opening import chosen_kind, problem_of
+from agentevo.environments.sandbox.open_sandbox import chosen_kind, problem_of
 from agentevo.environments.sandbox.section import SandboxSection
 from agentevo.errors import SandboxError
 

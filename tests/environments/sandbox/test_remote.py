@@ -17,8 +17,8 @@ from websockets.asyncio.client import connect
 from websockets.asyncio.server import serve
 from websockets.exceptions import ConnectionClosed
 
-from agentevo.environments.sandbox import SandboxTool, opening, remote, wire
-from agentevo.environments.sandbox.opening import Sandboxes
+from agentevo.environments.sandbox import SandboxTool, open_sandbox, remote, wire
+from agentevo.environments.sandbox.open_sandbox import Sandboxes
 from agentevo.environments.sandbox.replies import longest_message
 from agentevo.environments.sandbox.section import SandboxSection
 from agentevo.errors import SandboxError, ToolError
@@ -36,7 +36,7 @@ LONG_S = 300.0
 def secret(tmp_path, monkeypatch):
     found = RunSecret(tmp_path / "keys")
     monkeypatch.setenv("BOX_KEY", found.value())
-    monkeypatch.setattr(opening, "_working", set())
+    monkeypatch.setattr(open_sandbox, "_working", set())
     return found
 
 

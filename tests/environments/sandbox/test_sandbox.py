@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from open_sandbox import OpenSandbox
 
-from agentevo.environments.sandbox import Execution, Sandbox, Sandboxes, SandboxTool, ending
+from agentevo.environments.sandbox import Execution, Sandbox, Sandboxes, SandboxTool, termination
 from agentevo.environments.sandbox.section import SandboxSection
 from agentevo.errors import SandboxError, UnknownNameError
 
@@ -389,14 +389,14 @@ def test_a_cancelled_start_leaves_nothing(kind: str) -> None:
         async with opener.open() as sandbox:  # the place is free again
             assert (await sandbox.run("1")).value == "1"
 
-    before = set(ending._alive)
+    before = set(termination._alive)
     asyncio.run(use())
 
     until = time.monotonic() + 300
-    while ending._alive - before and time.monotonic() < until:
+    while termination._alive - before and time.monotonic() < until:
         time.sleep(0.05)
 
-    assert not ending._alive - before
+    assert not termination._alive - before
 
 
 def test_a_sandbox_that_is_closed_while_it_starts_is_closed() -> None:
@@ -409,9 +409,9 @@ def test_a_sandbox_that_is_closed_while_it_starts_is_closed() -> None:
             with pytest.raises(SandboxError, match="closed"):
                 await starting
 
-    before = set(ending._alive)
+    before = set(termination._alive)
     asyncio.run(use())
-    assert not ending._alive - before
+    assert not termination._alive - before
 
 
 def test_halves_of_surrogate_pairs_are_the_codes_failure() -> None:

@@ -11,7 +11,7 @@ import torch
 from agentevo.agents import Policy
 from agentevo.config import ModelSection, TinyModel, build_config
 from agentevo.inference.conversations.conversation import Conversation
-from agentevo.inference.embedded.earlier import EarlierWeights
+from agentevo.inference.embedded.earlier_weights import EarlierWeights
 from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.compute.attention import prepare

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentevo.errors import ConfigError
-from agentevo.observability.moment import Moment, read_moment
+from agentevo.observability.current_activity import Moment, read_moment
 from agentevo.runs.folder import now_file
 from agentevo.runs.folder.now_file import NOW, NowFile
 

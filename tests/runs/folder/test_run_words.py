@@ -11,7 +11,7 @@ import pytest
 
 from agentevo.api.run import Run
 from agentevo.config import build_config, to_yaml
-from agentevo.observability.moment import Moment
+from agentevo.observability.current_activity import Moment
 from agentevo.runs.folder.run_words import run_words
 from agentevo.types import Message, Trajectory, Turn
 

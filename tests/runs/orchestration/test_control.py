@@ -17,7 +17,7 @@ from run_fixtures import SMALL
 from agentevo.api.run import train
 from agentevo.cli.main import main
 from agentevo.observability import read_metrics
-from agentevo.observability.moment import read_moment
+from agentevo.observability.current_activity import read_moment
 from agentevo.runs.folder.control import ask, read_session
 from agentevo.runs.folder.now_file import NOW
 

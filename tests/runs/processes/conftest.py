@@ -13,8 +13,8 @@ from served_run import Run
 
 from agentevo.agents.gateway.gateway import Gateway
 from agentevo.inference.serving.secret import RunSecret
+from agentevo.rollout.external_attempts import OutsideAgent, OutsideSessions
 from agentevo.rollout.next_tasks import NextTasks
-from agentevo.rollout.outside import OutsideAgent, OutsideSessions
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.task_source import TaskSource
 from agentevo.runs.processes.session_routes import SessionRoutes

@@ -30,7 +30,7 @@ from agentevo.config.agents import is_async
 from agentevo.config.imports import OF_YOUR_OWN
 from agentevo.config.tools import FunctionToolSection, public_methods, says_cached, tools
 from agentevo.errors import ConfigError, ToolUnavailableError, UnknownNameError, describe_error
-from agentevo.rewards.returned import plain_number
+from agentevo.rewards.returned_values import plain_number
 from agentevo.runtime.console import to_stderr
 from agentevo.runtime.daemon_threads import DedicatedThread, run_in_thread
 from agentevo.runtime.event_loop import in_thread

@@ -10,7 +10,7 @@ from typing import Any
 from agentevo.agents.tools.manager_api import ManagerAPI
 from agentevo.agents.tools.tool import ToolResult, ToolSession, ToolSpec
 from agentevo.config.mcp import MCPManagerSection
-from agentevo.runtime.own_loop import DedicatedLoop
+from agentevo.runtime.loop_thread import DedicatedLoop
 from agentevo.types import Task
 
 _loop = DedicatedLoop("agentevo-manager")

@@ -22,7 +22,7 @@ from agentevo.agents.tools.task_headers import attempt_variables, task_headers, 
 from agentevo.agents.tools.tool import ToolResult, ToolSession, ToolSpec
 from agentevo.config.mcp import MCPSection
 from agentevo.errors import EnvironmentFailure, ToolUnavailableError
-from agentevo.runtime.own_loop import DedicatedLoop
+from agentevo.runtime.loop_thread import DedicatedLoop
 from agentevo.runtime.trace_header import trace_headers
 from agentevo.types import Task
 

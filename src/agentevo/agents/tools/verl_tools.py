@@ -20,7 +20,7 @@ from typing import Any
 from agentevo.agents.tools.tool import ToolResult, ToolSession, ToolSpec, object_schema
 from agentevo.config.tools import VerlToolsSection
 from agentevo.errors import ConfigError, LoadingTimeoutError, describe_error
-from agentevo.rewards.returned import plain_number
+from agentevo.rewards.returned_values import plain_number
 from agentevo.runtime.console import to_stderr
 from agentevo.runtime.parsing import ParseError, parse_yaml, read_text
 from agentevo.runtime.tracebacks import describe_failure

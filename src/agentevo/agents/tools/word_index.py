@@ -1,5 +1,5 @@
 """Search by words: SQLite's FTS5, ranked by BM25. In scripts without spaces, every letter counts as
-a word (unspaced.py)."""
+a word (word_split.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 
 from agentevo.agents.tools.corpus import MAX_QUERY, Passage
-from agentevo.agents.tools.unspaced import separate
+from agentevo.agents.tools.word_split import separate
 
 MAX_TERMS = 32
 """The number of words of a query, and of pairs of them, that are searched. (The rarest words would

@@ -14,7 +14,7 @@ from typing import Any
 from agentevo.config import RunConfig
 from agentevo.config.sections import CHAT_TEMPLATES, MAX_TEMPLATE
 from agentevo.errors import ConfigError, shown
-from agentevo.models.files.known import known_models
+from agentevo.models.files.known_models import known_models
 from agentevo.models.files.resolve import HUB
 from agentevo.runtime.registry import nearest
 

@@ -7,7 +7,7 @@ import msgspec
 
 from agentevo.api.loop.encoding import decode, encode
 from agentevo.errors import LONGEST, ConfigError, shown
-from agentevo.rewards.returned import MAX_METRIC, plain_number, plain_numbers
+from agentevo.rewards.returned_values import MAX_METRIC, plain_number, plain_numbers
 from agentevo.types import Task, Trajectory
 
 LONGEST_ID = 1000

@@ -9,7 +9,7 @@ import msgspec
 
 from agentevo.api.loop.encoding import decode, encode
 from agentevo.errors import ConfigError
-from agentevo.rewards.returned import plain_number
+from agentevo.rewards.returned_values import plain_number
 from agentevo.rollout.sampler import BASELINE
 from agentevo.types import Task, Trajectory
 

@@ -7,7 +7,7 @@ from agentevo.environments.sandbox import (  # noqa: F401 (they register themsel
     remote,
     unconfined,
 )
-from agentevo.environments.sandbox.opening import Sandboxes
+from agentevo.environments.sandbox.open_sandbox import Sandboxes
 from agentevo.environments.sandbox.sandbox import (
     Execution,
     Failure,

@@ -1,10 +1,10 @@
 """Limits that the kernel enforces for all processes of a sandbox together: one cgroup (version 2)
 for each sandbox, if the system has cgroups and this user can create them.
 
-A cgroup is an additional limit. It acts immediately, while watch.py checks ten times a second; it
-counts the kernel's own memory; and no process can leave it, not even a detached one. A group is
-created next to this process's own, or below it, where controllers are already delegated, so the
-machine's own groups do not change. A sandbox's processes are moved into the group when its
+A cgroup is an additional limit. It acts immediately, while resource_watch.py checks ten times a
+second; it counts the kernel's own memory; and no process can leave it, not even a detached one. A
+group is created next to this process's own, or below it, where controllers are already delegated,
+so the machine's own groups do not change. A sandbox's processes are moved into the group when its
 supervisor is ready, before any code of a model runs.
 """
 
@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-from agentevo.environments.sandbox.stale import is_gone, owner
+from agentevo.environments.sandbox.stale_folders import is_gone, owner
 from agentevo.errors import SandboxError
 
 CONTROLLERS = ("memory", "pids", "cpu")

@@ -38,7 +38,7 @@ from agentevo.environments.sandbox.launch import (
 from agentevo.environments.sandbox.local import LocalKind
 from agentevo.environments.sandbox.sandbox import sandboxes
 from agentevo.environments.sandbox.seccomp import is_supported, seccomp_program
-from agentevo.environments.sandbox.stale import new_folder
+from agentevo.environments.sandbox.stale_folders import new_folder
 from agentevo.errors import SandboxError
 
 if TYPE_CHECKING:

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from agentevo.environments.sandbox.cgroups import ControlGroup, new_group
-from agentevo.environments.sandbox.ending import end_all_of, end_with_this_process, kill
 from agentevo.environments.sandbox.exporting import export_files
 from agentevo.environments.sandbox.inside.frames import LARGEST_CALL
 from agentevo.environments.sandbox.launch import SandboxLaunch
@@ -41,6 +40,7 @@ from agentevo.environments.sandbox.replies import (
     storable_failure,
     violation,
 )
+from agentevo.environments.sandbox.resource_watch import WatchedSandbox, descendants, watch
 from agentevo.environments.sandbox.sandbox import (
     Execution,
     Failure,
@@ -48,7 +48,7 @@ from agentevo.environments.sandbox.sandbox import (
     Sandbox,
     SandboxTool,
 )
-from agentevo.environments.sandbox.watch import WatchedSandbox, descendants, watch
+from agentevo.environments.sandbox.termination import end_all_of, end_with_this_process, kill
 from agentevo.errors import AgentEvoError, SandboxError, storable
 from agentevo.runtime.event_loop import in_thread
 

@@ -4,9 +4,9 @@ that starts them.
 A program has its own work folder, which is its home. It sees the system's files, its own files and
 the named files, and has no network unless requested. `sandboxed` returns the command that starts
 it. In this command, inside/hand_over.py passes the filter of system calls to `bwrap`, and
-inside/become.py sets limits and the user. Its environment variables are those of the process that
-starts it, except HOME and TMPDIR. `ProgramConfinement` limit the resources of all its processes
-together, as for the sandbox of code.
+inside/run_limited.py sets limits and the user. Its environment variables are those of the process
+that starts it, except HOME and TMPDIR. `ProgramConfinement` limit the resources of all its
+processes together, as for the sandbox of code.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from agentevo.environments.sandbox.launch import (
     is_below,
     python_program,
 )
+from agentevo.environments.sandbox.resource_watch import WatchedSandbox, descendants, watch
 from agentevo.environments.sandbox.seccomp import seccomp_program
-from agentevo.environments.sandbox.watch import WatchedSandbox, descendants, watch
 from agentevo.errors import SandboxError
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def sandbox_command(
         "-I",
         "-S",
         "-B",
-        "/agentevo/become.py",
+        "/agentevo/run_limited.py",
         json.dumps({"limits": limits, "uids": uids}),
         program,
         *arguments,

@@ -14,7 +14,7 @@ from agentevo.environments.sandbox.launch import (
 )
 from agentevo.environments.sandbox.local import LocalKind
 from agentevo.environments.sandbox.sandbox import sandboxes
-from agentevo.environments.sandbox.stale import new_folder
+from agentevo.environments.sandbox.stale_folders import new_folder
 
 if TYPE_CHECKING:
     from agentevo.environments.sandbox.section import SandboxSection

@@ -47,7 +47,7 @@ from agentevo.inference.conversations.plain_prompts import (
     recorded_beginning,
 )
 from agentevo.inference.engine import Engine, SleepingEngine, TokenListener
-from agentevo.inference.listening import StreamedTokens
+from agentevo.inference.token_listeners import StreamedTokens
 from agentevo.models.chat.answer_form import AnswerForm, grammar_of
 from agentevo.models.chat.chat_format import LONG_TEXT, ChatFormat, is_long, num_characters
 from agentevo.models.chat.chat_template import ToolSchemas

@@ -11,7 +11,7 @@ import numpy as np
 
 from agentevo.errors import GrammarError, ListenerError
 from agentevo.inference.engine import TokenListener
-from agentevo.inference.listening import tell
+from agentevo.inference.token_listeners import tell
 from agentevo.models.grammar import GrammarState
 from agentevo.types import Alternatives, Completion, FinishReason, SamplingParams
 from agentevo.types.penalties import PenaltyState

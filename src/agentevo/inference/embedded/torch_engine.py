@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentevo.config import EngineSection
 from agentevo.errors import DeadlineExceededError, EngineError
 from agentevo.inference.embedded.batch import StepBatch, build_batch, choose_work
-from agentevo.inference.embedded.earlier import EarlierWeights, PinnedEngine
+from agentevo.inference.embedded.earlier_weights import EarlierWeights, PinnedEngine
 from agentevo.inference.embedded.grammars import EngineGrammars
 from agentevo.inference.embedded.kv_cache import kv_bytes_per_token
 from agentevo.inference.embedded.requests import EngineRequest
@@ -49,12 +49,12 @@ from agentevo.inference.engine import (
     check_score,
     check_tokens,
 )
-from agentevo.inference.weights.verified import VerifiedWeights, check_publish, verify_weights
+from agentevo.inference.weights.weight_checks import VerifiedWeights, check_publish, verify_weights
 from agentevo.models.compute.adapters import adapter_names, use_adapter
 from agentevo.models.compute.invariance import batch_dependence
 from agentevo.models.compute.linear import drop_packed
-from agentevo.models.compute.own_state import own_torch_state
 from agentevo.models.compute.positions import context_length, length_advice
+from agentevo.models.compute.thread_settings import own_torch_state
 from agentevo.models.token_rows import num_token_rows, token_logits
 from agentevo.runtime.devices import empty_cache
 from agentevo.types import Completion, SamplingParams

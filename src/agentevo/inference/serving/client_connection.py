@@ -27,7 +27,6 @@ from agentevo.errors import (
     StreamDivergedError,
 )
 from agentevo.inference.engine import TokenScores
-from agentevo.inference.listening import StreamedTokens
 from agentevo.inference.serving.address import EngineAddress
 from agentevo.inference.serving.certificate import fingerprint_of
 from agentevo.inference.serving.messages import (
@@ -47,6 +46,7 @@ from agentevo.inference.serving.messages import (
     read_answers,
 )
 from agentevo.inference.serving.secret import RunSecret
+from agentevo.inference.token_listeners import StreamedTokens
 from agentevo.runtime.event_loop import in_thread
 from agentevo.types import Completion, SamplingParams
 

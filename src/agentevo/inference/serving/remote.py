@@ -38,7 +38,6 @@ from agentevo.errors import (
     StreamDivergedError,
 )
 from agentevo.inference.engine import NO_VERSION, TokenListener, TokenScores, check_score
-from agentevo.inference.listening import StreamedTokens
 from agentevo.inference.serving.address import EngineAddress
 from agentevo.inference.serving.announcements import AnnouncementWatcher
 from agentevo.inference.serving.client_connection import (
@@ -50,6 +49,7 @@ from agentevo.inference.serving.client_connection import (
 from agentevo.inference.serving.directory import EngineDirectory
 from agentevo.inference.serving.messages import EngineState, StateReport
 from agentevo.inference.serving.secret import RunSecret
+from agentevo.inference.token_listeners import StreamedTokens
 from agentevo.runtime.event_loop import in_thread
 from agentevo.types import Completion, SamplingParams
 

@@ -50,7 +50,7 @@ from agentevo.inference.sglang.wire import (
     launch_config,
     why_unsupported,
 )
-from agentevo.inference.weights.verified import VerifiedWeights, check_publish, verify_weights
+from agentevo.inference.weights.weight_checks import VerifiedWeights, check_publish, verify_weights
 from agentevo.models.compute.parameters import trained_weights
 from agentevo.runtime.event_loop import in_thread
 from agentevo.types import Completion, SamplingParams

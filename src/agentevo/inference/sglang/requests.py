@@ -14,7 +14,6 @@ from typing import Any
 
 from agentevo.errors import EngineError
 from agentevo.inference.engine import TokenListener
-from agentevo.inference.listening import tell
 from agentevo.inference.sglang.wire import (
     ServerFacts,
     SglangClient,
@@ -22,6 +21,7 @@ from agentevo.inference.sglang.wire import (
     generate_body,
     read_answer,
 )
+from agentevo.inference.token_listeners import tell
 from agentevo.types import Completion, FinishReason, SamplingParams
 
 CLOSE_S = 10.0

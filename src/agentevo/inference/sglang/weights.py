@@ -16,7 +16,7 @@ import torch
 from agentevo.errors import ConfigError
 from agentevo.inference.engine import Weights
 from agentevo.models.compute.adapters import is_adapted
-from agentevo.models.compute.own_state import own_torch_state
+from agentevo.models.compute.thread_settings import own_torch_state
 from agentevo.models.files.save import no_progress_bars
 from agentevo.runtime.files import atomic_folder
 

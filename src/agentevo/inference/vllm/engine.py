@@ -46,7 +46,7 @@ from agentevo.inference.engine import (
     check_score,
     check_tokens,
 )
-from agentevo.inference.listening import tell
+from agentevo.inference.token_listeners import tell
 from agentevo.inference.vllm.options import VllmOptions, read_options
 from agentevo.inference.vllm.terms import (
     VllmTokens,
@@ -68,7 +68,7 @@ from agentevo.inference.vllm.weights import (
     write_weights,
 )
 from agentevo.inference.weights.broadcast_files import IncomingWeights
-from agentevo.inference.weights.verified import (
+from agentevo.inference.weights.weight_checks import (
     VerifiedWeights,
     check_publish,
     verify_weights,

@@ -25,7 +25,7 @@ from agentevo.errors import EngineError, WeightsLostError
 from agentevo.inference.engine import Weights
 from agentevo.inference.weights.broadcast_files import IncomingWeights
 from agentevo.inference.weights.broadcast_source import receive_place
-from agentevo.inference.weights.verified import check_shapes
+from agentevo.inference.weights.weight_checks import check_shapes
 from agentevo.models.compute.adapters import is_adapted
 from agentevo.models.files.save import no_progress_bars
 from agentevo.runtime.devices import identity

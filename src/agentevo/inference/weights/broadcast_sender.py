@@ -35,7 +35,7 @@ from agentevo.inference.weights.broadcast_group import backend_of, send
 from agentevo.inference.weights.weight_transport import Latest
 from agentevo.models.compute.parameters import trained_weights
 from agentevo.models.compute.parts import Spec
-from agentevo.models.files.in_parts import in_parts
+from agentevo.models.files.split_models import in_parts
 from agentevo.runtime.devices import identity
 from agentevo.runtime.event_loop import in_thread, run_to_end
 

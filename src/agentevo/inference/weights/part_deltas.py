@@ -38,7 +38,7 @@ from agentevo.models.compute.parts import (
     givers_of,
     grid_of,
 )
-from agentevo.models.files.in_parts import (
+from agentevo.models.files.split_models import (
     CompareParts,
     GiveChanges,
     GiveParts,

@@ -48,7 +48,13 @@ from agentevo.inference.weights.weight_delta import checksum, delta_of, num_byte
 from agentevo.inference.weights.weight_transport import Latest
 from agentevo.models.compute.parameters import trained_weights
 from agentevo.models.compute.parts import Spec
-from agentevo.models.files.in_parts import CompareParts, GiveChanges, InParts, KeepParts, in_parts
+from agentevo.models.files.split_models import (
+    CompareParts,
+    GiveChanges,
+    InParts,
+    KeepParts,
+    in_parts,
+)
 from agentevo.models.files.tensor_file import split_files
 
 PART_BYTES = 2**30

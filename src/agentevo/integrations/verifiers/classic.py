@@ -24,8 +24,8 @@ from verifiers.clients import OpenAIChatCompletionsClient
 
 from agentevo.agents import Policy
 from agentevo.errors import ConfigError, EnvironmentFailure
-from agentevo.rewards.returned import plain_number
-from agentevo.runtime.own_loop import DedicatedLoop
+from agentevo.rewards.returned_values import plain_number
+from agentevo.runtime.loop_thread import DedicatedLoop
 from agentevo.types import Outcome, Task
 
 NOTHING_SAID = "EmptyModelResponseError"

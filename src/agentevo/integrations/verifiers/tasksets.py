@@ -18,8 +18,8 @@ from verifiers.v1 import EvalClientConfig, ModelContext, load_environment, resol
 
 from agentevo.agents import Policy
 from agentevo.errors import ConfigError, EnvironmentFailure, storable
-from agentevo.rewards.returned import named_parts
-from agentevo.runtime.own_loop import DedicatedLoop
+from agentevo.rewards.returned_values import named_parts
+from agentevo.runtime.loop_thread import DedicatedLoop
 from agentevo.types import Outcome, Task
 
 SESSION = "X-AgentEvo-Session"

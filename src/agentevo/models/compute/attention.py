@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from agentevo.errors import ModelError
-from agentevo.models.compute.aligned import align_activations
+from agentevo.models.compute.aligned_activations import align_activations
 from agentevo.models.compute.fused import use_fused_layers
 from agentevo.models.compute.fused_decoder import use_fused_decoder
 from agentevo.models.compute.linear import use_fast_linear

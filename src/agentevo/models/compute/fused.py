@@ -28,8 +28,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from agentevo.models.compute.cpu_kernels import WHOLE, cpu_kernels
-from agentevo.models.compute.effective import effective, ingredients
 from agentevo.models.compute.linear import PackedMatrix, PackedWeights
+from agentevo.models.compute.merged_linear import effective, ingredients
 
 FUSED_CLASSES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 """The classes of layers that compute exactly what this module computes. Subclasses may differ and

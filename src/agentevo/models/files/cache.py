@@ -29,7 +29,7 @@ from pathlib import Path
 import filelock
 
 from agentevo.errors import ModelError
-from agentevo.models.files.known import GgufWheel, KnownModel
+from agentevo.models.files.known_models import GgufWheel, KnownModel
 from agentevo.runtime.files import PARTIAL, atomic_folder, cache_root, remove_leftovers
 from agentevo.runtime.progress import bar, is_shown
 

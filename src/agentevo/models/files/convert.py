@@ -26,7 +26,7 @@ from transformers import (
 from transformers.utils.import_utils import GGUF_MIN_VERSION, is_gguf_available
 
 from agentevo.errors import MissingExtraError, ModelError
-from agentevo.models.files.known import KnownModel
+from agentevo.models.files.known_models import KnownModel
 from agentevo.models.files.save import no_progress_bars, write_model
 
 

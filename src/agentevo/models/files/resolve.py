@@ -1,8 +1,8 @@
 """Resolves the name of a model in a recipe to a folder or hub name that transformers can load.
 
 A name is tried in this order: a local folder with a `config.json`; a run's folder, for its best
-checkpoint (RUN@best, RUN@last or RUN@STEP for a specific one); a known name (`known.py`), which is
-downloaded and converted on first use; a hub name `org/name`, which is downloaded later.
+checkpoint (RUN@best, RUN@last or RUN@STEP for a specific one); a known name (`known_models.py`),
+which is downloaded and converted on first use; a hub name `org/name`, which is downloaded later.
 `hf://org/name` is always a hub name, and `modelscope:owner/name[@revision]` is a name of
 ModelScope's hub. Importing this module imports no torch.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from agentevo.errors import ConfigError, MissingExtraError, ModelError, UnknownNameError
 from agentevo.models.files import modelscope
 from agentevo.models.files.cache import Progress, cache_folder, ensure_cached, is_complete
-from agentevo.models.files.known import KnownModel, known_models
+from agentevo.models.files.known_models import KnownModel, known_models
 from agentevo.models.files.modelscope import MODELSCOPE
 from agentevo.runtime.parsing import read_json_object
 from agentevo.runtime.paths import name_problem, spelling_hint

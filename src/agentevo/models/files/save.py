@@ -15,7 +15,7 @@ from agentevo.errors import ModelError
 from agentevo.models.compute.adapters import is_adapted, is_adapter_folder, write_adapter
 from agentevo.models.compute.parameters import trained_weights
 from agentevo.models.compute.parts import WholeTensors
-from agentevo.models.files.in_parts import in_parts, write_from_parts
+from agentevo.models.files.split_models import in_parts, write_from_parts
 from agentevo.runtime.files import atomic_folder
 
 PROCESSOR_FILES = (

@@ -1,7 +1,7 @@
 """HTML of runs: templates, style, JavaScript, and pure functions from plain data to HTML.
 
 This package opens no file of a run, store or socket. The dashboard (`ui/`) serves these pages;
-a report is one file with the same components inside (`still.py`).
+a report is one file with the same components inside (`static_page.py`).
 
 Invariants. Everything from a run is text: templates escape everything, and the texts of models,
 environments and users go through `shown` first. No page of the dashboard has inline style or

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from agentevo.observability.tracing.first_warning import FirstWarning
-from agentevo.observability.tracing.opening import load_sdk
+from agentevo.observability.tracing.setup import load_sdk
 from agentevo.runtime.console import to_stderr
 
 ENABLING_VARIABLES = (

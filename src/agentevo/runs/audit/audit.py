@@ -24,8 +24,8 @@ from agentevo.runs.audit.folder import (
     check_numbers,
     list_unproven,
 )
-from agentevo.runs.audit.rest import check_rest, wrong_content
 from agentevo.runs.audit.texts import check_texts, count_texts
+from agentevo.runs.audit.untrained_rows import check_rest, wrong_content
 from agentevo.runs.folder.chain import KEY, OLDER_VERSION, End, broken_links, read_head
 from agentevo.runs.folder.run_folder import queued_group_size
 from agentevo.runtime.progress import over

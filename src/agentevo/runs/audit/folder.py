@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentevo.agents.texts import FOLDER as TEXTS_FOLDER
+from agentevo.agents.named_texts import FOLDER as TEXTS_FOLDER
 from agentevo.errors import CheckpointError, StoreError
 from agentevo.observability.metrics import digests_by_step
 from agentevo.rollout.given_tasks import TASKS_FILE

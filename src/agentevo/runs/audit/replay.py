@@ -20,8 +20,8 @@ from contextlib import aclosing, suppress
 import msgspec
 
 from agentevo.agents import Agent, Policy
+from agentevo.agents.named_texts import Texts
 from agentevo.agents.policy import AttemptSession
-from agentevo.agents.texts import Texts
 from agentevo.config import RunConfig
 from agentevo.config.agents import brings_tasks
 from agentevo.config.named_agents import weights_of

@@ -1,11 +1,11 @@
 """The named texts of a run's attempts: counted by digest, and compared with the texts in the run's
-folder (agents/texts.py)."""
+folder (agents/named_texts.py)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from agentevo.agents.texts import FOLDER
+from agentevo.agents.named_texts import FOLDER
 from agentevo.config.texts import digest_of_text
 from agentevo.errors import ConfigError
 from agentevo.runs.audit.findings import Audit, AuditViolation

@@ -15,12 +15,12 @@ import psutil
 import torch
 
 from agentevo.environments.sandbox import cgroups
-from agentevo.environments.sandbox.opening import ORDER, problem_of
+from agentevo.environments.sandbox.open_sandbox import ORDER, problem_of
 from agentevo.environments.sandbox.section import SandboxSection
 from agentevo.inference.default_engine import OWN, choose_engine, installed_engines
 from agentevo.models.compute.cpu_kernels import why_not
 from agentevo.models.files.cache import cache_folder, is_complete
-from agentevo.models.files.known import known_models
+from agentevo.models.files.known_models import known_models
 from agentevo.runs.doctor import checks
 from agentevo.runs.doctor.checks import GIB, Check
 from agentevo.runtime.cpu_threads import allowed_cpus, missing_threads

@@ -36,7 +36,7 @@ from agentevo.runs.doctor.unloaded_policy import unloaded_policy
 from agentevo.runs.orchestration.checks import check_processes, serves_elsewhere
 from agentevo.runtime.devices import find
 from agentevo.runtime.devices import memory as device_bytes
-from agentevo.training.spread import check_spread
+from agentevo.training.distribute import check_spread
 
 ROOM = 0.9
 """The share of a device's memory that a plan can use."""

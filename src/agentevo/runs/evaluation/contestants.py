@@ -217,7 +217,7 @@ def _is_url(word: str) -> bool:
 
 def is_model(word: str) -> bool:
     """Whether a word names a model: a folder, a known name, or a name on the hub."""
-    from agentevo.models.files.known import known_models
+    from agentevo.models.files.known_models import known_models
 
     folder = Path(word).expanduser()
     files = ("config.json", "adapter_config.json")
@@ -234,7 +234,7 @@ def _is_run_or_model(path: Path) -> bool:
 
 def check_word(word: str) -> None:
     """Raises ConfigError for a word that is not a recipe."""
-    from agentevo.models.files.known import known_models
+    from agentevo.models.files.known_models import known_models
 
     try:
         sources.find_recipe(word)

@@ -25,9 +25,9 @@ from agentevo.config.routing import without_routing
 from agentevo.config.sections import RunSection
 from agentevo.config.tasks import TasksSection
 from agentevo.errors import ConfigError, storable
-from agentevo.rewards.answers import place_of
+from agentevo.rewards.answer_reward import stated_answer
+from agentevo.rewards.answer_texts import place_of
 from agentevo.rewards.reward import completion_of
-from agentevo.rewards.stated import stated_answer
 from agentevo.rollout.given_tasks import read_tasks
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.scoring import Scoring
@@ -276,7 +276,7 @@ async def _answer(trajectory: Trajectory, task: Task) -> str:
 def check_play(config: RunConfig, tasks: Sequence[Task], *, has_engine: bool) -> None:
     """Raises ConfigError for tasks that can't be played or scored, before anything is created.
     `has_engine`: whether rewards can use the policy's engine."""
-    from agentevo.agents.named_by_task import asks_once, check_agent_names
+    from agentevo.agents.task_agent import asks_once, check_agent_names
     from agentevo.inference.remote_models.model import check_keys
     from agentevo.runs.orchestration.players import find_agent, solo_environment
 

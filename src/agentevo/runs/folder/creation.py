@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import ConfigError
-from agentevo.observability.tracing.opening import FOLDER as TRACING
+from agentevo.observability.tracing.setup import FOLDER as TRACING
 from agentevo.rollout.given_tasks import TASKS_FILE
 from agentevo.runs.folder.chain import HEAD, HeadFile, is_given_up
 from agentevo.runs.folder.lock import LOCK, check_free, only_trainer

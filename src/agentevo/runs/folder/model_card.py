@@ -17,7 +17,7 @@ import yaml
 from agentevo import __version__
 from agentevo.config import RunConfig, changed_to_yaml
 from agentevo.models import checkpoint_manifest as manifest
-from agentevo.models.files.known import known_models
+from agentevo.models.files.known_models import known_models
 from agentevo.models.files.resolve import HUB, HUB_NAME
 from agentevo.observability.summary import read_summary
 from agentevo.observability.trackers.secrets import without_secrets

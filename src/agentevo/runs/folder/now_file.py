@@ -3,11 +3,11 @@
     {"phase": "sampling", "detail": "step 12", "since": 1795473961.2, "done": 37, "total": 64,
      "unit": "attempts", "step": 11, "planned": 60, "heartbeat_at": 1795473970.0, ...}
 
-The fields are those of observability/moment.py. A thread rewrites the file: after a change, at most
-once in MIN_INTERVAL_S seconds, and otherwise every HEARTBEAT_S seconds. At the end, the file says
-how the run ended. The run waits for that thread at most END_TIMEOUT_S seconds. If the disk is full,
-read-only or hangs, the file is missing, and a note appears at the end. The file is not synced to
-the disk.
+The fields are those of observability/current_activity.py. A thread rewrites the file: after a
+change, at most once in MIN_INTERVAL_S seconds, and otherwise every HEARTBEAT_S seconds. At the end,
+the file says how the run ended. The run waits for that thread at most END_TIMEOUT_S seconds. If the
+disk is full, read-only or hangs, the file is missing, and a note appears at the end. The file is
+not synced to the disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Self
 
 import msgspec
 
-from agentevo.observability.moment import Ended, Moment, failure
+from agentevo.observability.current_activity import Ended, Moment, failure
 from agentevo.runtime.files import write_atomic
 
 NOW = "now.json"

@@ -254,7 +254,7 @@ def tokenizer_in(source: str) -> Any:
 def _saved_model(name: str) -> str | None:
     """The model's folder if it is on this machine. Nothing is downloaded."""
     from agentevo.models.files.cache import cache_folder, is_complete
-    from agentevo.models.files.known import known_models
+    from agentevo.models.files.known_models import known_models
 
     folder = os.path.expanduser(name)
     if os.path.isfile(os.path.join(folder, "config.json")):  # false for an invalid path

@@ -38,7 +38,7 @@ from agentevo.runs.orchestration.tracking import check_tracking
 from agentevo.runtime.paths import spelling_hint
 from agentevo.training.algorithm_functions import try_out
 from agentevo.training.checkpoint import Checkpoints
-from agentevo.training.spread import check_spread
+from agentevo.training.distribute import check_spread
 from agentevo.types import Task
 
 

@@ -21,7 +21,7 @@ from agentevo.models.grammar import Grammars
 from agentevo.runs.orchestration.components import load_token_reward_model
 from agentevo.runtime.seeds import derive_seed
 from agentevo.training.checkpoint import Checkpoints
-from agentevo.training.contribution import Contribution
+from agentevo.training.checkpoint_parts import Contribution
 from agentevo.training.learner import Learner, RolloutTrainer
 from agentevo.training.pairs import Demonstrations
 from agentevo.training.preference import PreferenceTrainer

@@ -8,8 +8,8 @@ from functools import partial
 
 from agentevo.agents import AgentFunction, FunctionAgent, make_agent
 from agentevo.agents.environment_agent import demonstrate, first_messages
-from agentevo.agents.named_by_task import asks_once, check_agent_names
 from agentevo.agents.solo_environment import SoloEnvironment
+from agentevo.agents.task_agent import asks_once, check_agent_names
 from agentevo.config import EnvironmentAgentSection, RunConfig
 from agentevo.config.algorithm_functions import check_names
 from agentevo.config.judges import check_calibrated
@@ -17,7 +17,7 @@ from agentevo.environments import TextEnvironment, make, mean_baselines
 from agentevo.environments.step_results import read_reset
 from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.inference.remote_models.model import check_keys
-from agentevo.rewards.answers import references
+from agentevo.rewards.answer_texts import references
 from agentevo.rollout.given_tasks import GivenTasks
 from agentevo.rollout.questions import SelfPlayAgent, make_family
 from agentevo.rollout.scoring import Scoring

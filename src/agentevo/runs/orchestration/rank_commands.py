@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from agentevo.models.files.in_parts import PartsCommand
+from agentevo.models.files.split_models import PartsCommand
 from agentevo.runs.orchestration.learners import TrainerKind
 from agentevo.training.batching.credit import TurnCredits
 from agentevo.training.learner import PreparedBatch

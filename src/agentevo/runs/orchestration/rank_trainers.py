@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentevo.config import RunConfig, SFTSection
 from agentevo.models.compute.sharded import skeleton_of
-from agentevo.models.files.in_parts import InParts, register_in_parts
+from agentevo.models.files.split_models import InParts, register_in_parts
 from agentevo.runs.orchestration.components import load_policy
 from agentevo.runs.orchestration.learners import (
     AnyTrainer,
@@ -46,7 +46,7 @@ from agentevo.runs.orchestration.rank_commands import (
 )
 from agentevo.runs.orchestration.ranks import RunRanks, contribution_of
 from agentevo.training.batching.credit import TurnCredits
-from agentevo.training.contribution import Contribution
+from agentevo.training.checkpoint_parts import Contribution
 from agentevo.training.learner import Learner, PreparedBatch
 from agentevo.training.optimization import Optimization
 from agentevo.training.pairs import Demonstrations

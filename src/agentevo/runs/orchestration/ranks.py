@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from agentevo.config import RunConfig
 from agentevo.config.parallel import world_size
 from agentevo.inference.weights.part_deltas import PublishedParts
-from agentevo.models.files.in_parts import CompareParts, GiveChanges, GiveParts, KeepParts
+from agentevo.models.files.split_models import CompareParts, GiveChanges, GiveParts, KeepParts
 from agentevo.runs.orchestration.components import load_policy
 from agentevo.runs.orchestration.learners import AnyTrainer, make_learner, saved_state
 from agentevo.runs.orchestration.rank_commands import (
@@ -56,11 +56,11 @@ from agentevo.runs.orchestration.rank_commands import (
 from agentevo.runs.orchestration.rank_failures import Failures, RankLog
 from agentevo.runs.orchestration.rank_stops import Stops, catch_sigterm
 from agentevo.runtime import devices
-from agentevo.training.contribution import Contribution
+from agentevo.training.checkpoint_parts import Contribution
+from agentevo.training.distribute import spread
 from agentevo.training.mesh import Meshes, make_meshes
 from agentevo.training.sharding.layouts import gather_trained
 from agentevo.training.sharding.saving import saved_parts, weight_parts
-from agentevo.training.spread import spread
 from agentevo.training.state_parts import split_state
 from agentevo.training.supervised import SupervisedTrainer
 from agentevo.training.trainer import Trainer

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from agentevo.config import RunConfig
 from agentevo.errors import AgentEvoError
 from agentevo.observability import LiveView
-from agentevo.observability.moment import PAUSED
+from agentevo.observability.current_activity import PAUSED
 from agentevo.runs.folder.control import RunControl
 from agentevo.runs.orchestration.run_checkpoints import RunCheckpoints
 from agentevo.runs.orchestration.run_record import RunRecord

@@ -34,7 +34,7 @@ from agentevo.config.named_agents import by_rank, version_of
 from agentevo.errors import AgentEvoError, ConfigError, EngineError
 from agentevo.inference.engine import SleepingEngine, VersionedEngine
 from agentevo.inference.weights.transports import remote_sender
-from agentevo.models.compute.own_state import own_torch_state
+from agentevo.models.compute.thread_settings import own_torch_state
 from agentevo.rollout.sampler import BASELINE, group_name, group_of_all
 from agentevo.rollout.service import SamplerService
 from agentevo.runs.orchestration.components import Components

@@ -13,8 +13,8 @@ from typing import Self
 
 import torch
 
-from agentevo.models.files.in_parts import in_parts
 from agentevo.models.files.save import saved_weights
+from agentevo.models.files.split_models import in_parts
 from agentevo.observability import LiveView
 from agentevo.runs.folder.chain import End
 from agentevo.runs.orchestration.background_save import BackgroundSave, copy_state, copy_weights

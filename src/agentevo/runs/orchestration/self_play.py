@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from agentevo.data.asked import question_key
+from agentevo.data.question_overlap import question_key
 from agentevo.rollout.self_play import read_proposals, reward_proposals
 from agentevo.runs.orchestration.components import Components
 from agentevo.runs.orchestration.rollout_sources import RolloutRound, SynchronousRollouts

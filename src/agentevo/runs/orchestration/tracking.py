@@ -19,7 +19,7 @@ from agentevo.config import RunConfig
 from agentevo.config.interpolation import escape_tree
 from agentevo.errors import AgentEvoError, MissingExtraError
 from agentevo.observability import LiveView
-from agentevo.observability.moment import Moment
+from agentevo.observability.current_activity import Moment
 from agentevo.observability.trackers import (
     TrackedRow,
     TrackedRun,

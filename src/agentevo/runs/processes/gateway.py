@@ -20,9 +20,9 @@ from agentevo.config.named_agents import check_one_policy
 from agentevo.inference.serving.address import EngineAddress
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.observability.tracing import check_tracing
+from agentevo.rollout.external_attempts import OutsideAgent, OutsideSessions
 from agentevo.rollout.given_tasks import check_same_tasks
 from agentevo.rollout.next_tasks import NextTasks
-from agentevo.rollout.outside import OutsideAgent, OutsideSessions
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.task_source import TaskSource

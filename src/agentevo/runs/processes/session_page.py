@@ -9,7 +9,7 @@ import msgspec
 
 from agentevo.agents.gateway import openapi
 from agentevo.agents.posted_rewards import PostedReward
-from agentevo.rollout.outside import SessionState
+from agentevo.rollout.external_attempts import SessionState
 from agentevo.types import Trajectory
 
 

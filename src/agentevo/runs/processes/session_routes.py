@@ -1,4 +1,5 @@
-"""The routes by which agents outside of a run open, reward and end attempts (rollout/outside.py).
+"""The routes by which agents outside of a run open, reward and end attempts
+(rollout/external_attempts.py).
 
     POST /sessions                  {"task": {...}, "group": "g", "size": 8}, all of it optional
     GET  /sessions                  all remembered sessions
@@ -30,8 +31,8 @@ from agentevo.agents.gateway.refusals import Refusal
 from agentevo.agents.gateway.routes import Caller, GatewayRoute, Handler, Routes
 from agentevo.agents.posted_rewards import PostedReward
 from agentevo.inference.serving.secret import RunSecret
+from agentevo.rollout.external_attempts import OutsideSession, OutsideSessions, SessionState
 from agentevo.rollout.next_tasks import NextTasks
-from agentevo.rollout.outside import OutsideSession, OutsideSessions, SessionState
 from agentevo.runs.processes import session_page
 from agentevo.runs.processes.session_page import (
     EndBody,

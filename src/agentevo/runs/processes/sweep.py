@@ -43,7 +43,7 @@ from agentevo.runs.folder.run_folder import (
     is_run_folder,
     is_sweep_folder,
 )
-from agentevo.runs.processes.members import held_lock, last_lines, why_failed
+from agentevo.runs.processes.run_group import held_lock, last_lines, why_failed
 from agentevo.runtime.files import write_atomic
 from agentevo.runtime.parsing import dump_yaml
 from agentevo.runtime.paths import check_new_folder, short

@@ -13,7 +13,7 @@ import torch
 
 from agentevo.config.algorithm_functions import CREDITS
 from agentevo.errors import TrainingError, describe_error
-from agentevo.rewards.returned import plain_number
+from agentevo.rewards.returned_values import plain_number
 from agentevo.runtime.daemon_threads import call_in_thread
 from agentevo.runtime.tracebacks import traceback_of
 from agentevo.types import Trajectory

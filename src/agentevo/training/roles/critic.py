@@ -23,7 +23,7 @@ from agentevo.training.kernels.output_layer import all_logits, last_hidden
 from agentevo.training.optimization import Optimization
 from agentevo.training.parallel import gather, sum_over_ranks
 from agentevo.training.phases import phase
-from agentevo.training.roles.own_weights import load_weights, weights_of
+from agentevo.training.roles.role_weights import load_weights, weights_of
 from agentevo.training.sharding.layouts import layouts_of
 
 

@@ -26,7 +26,7 @@ from agentevo.training.batching.passes import (
 )
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.optimization import Optimization
-from agentevo.training.roles.own_weights import load_weights, weights_of
+from agentevo.training.roles.role_weights import load_weights, weights_of
 from agentevo.training.sharding.layouts import layouts_of
 from agentevo.types import Sample
 

@@ -16,7 +16,7 @@ from agentevo.models.files.load import load_base
 from agentevo.models.files.model_copy import copy_policy
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.kernels.output_layer import token_logprobs
-from agentevo.training.roles.own_weights import load_weights, weights_of
+from agentevo.training.roles.role_weights import load_weights, weights_of
 from agentevo.training.sharding.layouts import layouts_of, whole_shape
 
 

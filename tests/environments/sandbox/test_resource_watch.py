@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from agentevo.environments.sandbox import ending, opening, watch
+from agentevo.environments.sandbox import open_sandbox, resource_watch, termination
 from agentevo.environments.sandbox.landlock import Landlock
 from agentevo.environments.sandbox.section import SandboxSection
 from agentevo.errors import SandboxError
 
 
 def test_a_failed_trial_says_nothing_of_other_sections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "_working", set())
+    monkeypatch.setattr(open_sandbox, "_working", set())
 
     async def tried(start_timeout_s: float) -> str:
         section = SandboxSection(type="none", start_timeout_s=start_timeout_s)
-        return await opening.problem_of("none", section)
+        return await open_sandbox.problem_of("none", section)
 
     assert "not started within 1e-05 s" in asyncio.run(tried(1e-5))
     assert asyncio.run(tried(60.0)) == ""
@@ -32,10 +32,10 @@ def test_a_trial_that_takes_too_long_is_a_reason(monkeypatch: pytest.MonkeyPatch
     def hangs(kind: Landlock) -> str:
         raise subprocess.TimeoutExpired(["bwrap"], 20)
 
-    monkeypatch.setattr(opening, "_working", set())
+    monkeypatch.setattr(open_sandbox, "_working", set())
     monkeypatch.setattr(Landlock, "obstacle", hangs)
     with pytest.raises(SandboxError, match="timed out after 20"):
-        asyncio.run(opening.chosen_kind(SandboxSection(type="landlock")))
+        asyncio.run(open_sandbox.chosen_kind(SandboxSection(type="landlock")))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -52,13 +52,13 @@ def test_a_process_whose_name_is_no_text_is_watched_and_ended() -> None:
         process.stdout.readline()
         found: list[str] = []
         limits = {"memory_mib": 1, "processes": 100, "disk_mib": 1, "max_files": 10}
-        watch.WatchedSandbox(
+        resource_watch.WatchedSandbox(
             process.pid, **limits, folder=None, work="/", end=lambda kind, words: found.append(kind)
         ).look()
 
         assert found == ["OutOfMemory"]
-        assert not ending._is_dead(process.pid)
-        assert ending._is_of(Path(f"/proc/{process.pid}"), os.getuid())
+        assert not termination._is_dead(process.pid)
+        assert termination._is_of(Path(f"/proc/{process.pid}"), os.getuid())
 
         process.kill()
 
@@ -68,9 +68,9 @@ def test_what_can_not_be_watched_is_ended_and_others_are_watched_on() -> None:
         raise ValueError("no number")
 
     ended: dict[int, str] = {}
-    watching = watch.SandboxWatch()
+    watching = resource_watch.SandboxWatch()
     for pid in (-1, -2):
-        one = watch.WatchedSandbox(
+        one = resource_watch.WatchedSandbox(
             pid, 1, 1, 1, 1, None, "/", lambda _, words, pid=pid: end(pid, words)
         )
         one.look = broken  # type: ignore[method-assign]

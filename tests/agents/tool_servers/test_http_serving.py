@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from agentevo.agents.tool_servers import listening
+from agentevo.agents.tool_servers import http_serving
 from agentevo.inference.serving import admission
 from agentevo.inference.serving.http_server import open_socket
 from agentevo.runtime.event_loop import run_coroutine
@@ -59,7 +59,9 @@ def served(ask, key=None, app=None):
 
     async def work():
         listener = open_socket("127.0.0.1", 0)
-        serving = asyncio.ensure_future(listening.serve_until(app, listener, is_over.is_set, key))
+        serving = asyncio.ensure_future(
+            http_serving.serve_until(app, listener, is_over.is_set, key)
+        )
         try:
             async with asyncio.timeout(300):
                 return await ask(listener.getsockname()[1])
@@ -94,8 +96,8 @@ async def sent(port, *parts):
 @pytest.mark.slow
 def test_slow_headers_slow_bodies_and_silence_are_cut_off(monkeypatch):
     monkeypatch.setattr(admission, "ADMISSION_S", 3.0)
-    monkeypatch.setattr(listening, "BODY_S", 3.0)
-    monkeypatch.setattr(listening, "IDLE_S", 3.0)
+    monkeypatch.setattr(http_serving, "BODY_S", 3.0)
+    monkeypatch.setattr(http_serving, "IDLE_S", 3.0)
     whole = REQUEST % b"sesame"
 
     async def ask(port):
@@ -115,7 +117,7 @@ def test_slow_headers_slow_bodies_and_silence_are_cut_off(monkeypatch):
 
 
 def test_connections_are_bounded(monkeypatch):
-    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(http_serving, "MAX_CONNECTIONS", 3)
 
     async def ask(port):
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
@@ -158,7 +160,7 @@ def test_bodies_arrive_whole(size):
 
 @pytest.mark.slow
 def test_who_does_not_take_an_answer_is_cut_off(monkeypatch):
-    monkeypatch.setattr(listening, "TAKEN_S", 1.0)
+    monkeypatch.setattr(http_serving, "TAKEN_S", 1.0)
     app = Echo()
 
     async def ask(port):

@@ -18,7 +18,7 @@ from agentevo.observability.attempt_view import (
     timeline,
     verdicts,
 )
-from agentevo.observability.pages.worlds import WorldPiece
+from agentevo.observability.pages.grid_worlds import WorldPiece
 from agentevo.observability.trajectory_view import MAX_FILES, Decode, outcome
 from agentevo.store.calls import StoredCall
 from agentevo.types import RemoteTurn, Trajectory

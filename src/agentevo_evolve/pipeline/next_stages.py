@@ -21,6 +21,7 @@ from agentevo.config.sweep import nest_keys
 from agentevo.errors import ConfigError
 from agentevo.inference.default_engine import installed_engines, load_with_engine
 from agentevo.runtime.files import must_write, write_atomic
+from agentevo_evolve.pipeline.conditions import condition
 from agentevo_evolve.pipeline.held_out import add_gains, why_rounds_end
 from agentevo_evolve.pipeline.kinds import Job
 from agentevo_evolve.pipeline.leaks import Leaks
@@ -41,7 +42,6 @@ from agentevo_evolve.pipeline.state import (
     what_changed,
     write_state,
 )
-from agentevo_evolve.pipeline.when import condition
 
 DONE = ("finished", "skipped")
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from agentevo.errors import EngineError
 from agentevo.inference.engine import Weights
-from agentevo.models.compute.own_state import own_torch_state
+from agentevo.models.compute.thread_settings import own_torch_state
 
 
 class VerifiedWeights(Mapping[str, torch.Tensor]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from agentevo.environments import make
 from agentevo.environments.frozen_lake import FrozenLakeConfig
 from agentevo.environments.sokoban import SokobanConfig
-from agentevo.observability.pages.worlds import legend_of, pieces
+from agentevo.observability.pages.grid_worlds import legend_of, pieces
 
 
 def kinds(text: str, legend: dict[str, str] | None = None) -> dict[str, str]:

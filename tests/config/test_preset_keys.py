@@ -8,8 +8,8 @@ from slow import soak
 from agentevo.algorithms.presets import PRESETS
 from agentevo.cli.main import main
 from agentevo.config import build_config, load_config
-from agentevo.config.idle_keys import drop_idle_keys
 from agentevo.config.other_preset import kept_keys
+from agentevo.config.preset_keys import drop_idle_keys
 from agentevo.config.sweep import load_sweep
 from agentevo.errors import ConfigError
 

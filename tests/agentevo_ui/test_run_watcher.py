@@ -1,4 +1,4 @@
-"""Which runs there are, and what changes of them: sources.py and watching.py without a server."""
+"""The list of runs, and its changes: sources.py and run_watcher.py without a server."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from agentevo.errors import ConfigError
 from agentevo.runs.folder import sources
 from agentevo.runs.folder.run_state import RunView
 from agentevo.runs.folder.sources import Sources
-from agentevo_ui import watching
+from agentevo_ui import run_watcher
+from agentevo_ui.run_watcher import LIST, UnknownRunError, Watcher
 from agentevo_ui.stores import Stores
-from agentevo_ui.watching import LIST, UnknownRunError, Watcher
 
 
 def make_run(folder: Path, step: int = 1) -> Path:
@@ -39,8 +39,8 @@ def watcher_of(folder: Path) -> Watcher:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks at disks as often as it is asked to."""
     monkeypatch.setattr(sources, "SCAN_S", 0.0)
-    monkeypatch.setattr(watching, "POLL_S", 0.02)
-    monkeypatch.setattr(watching, "FRESH_S", 0.0)
+    monkeypatch.setattr(run_watcher, "POLL_S", 0.02)
+    monkeypatch.setattr(run_watcher, "FRESH_S", 0.0)
 
 
 def test_runs_are_found_below_and_links_are_not_followed(tmp_path: Path) -> None:

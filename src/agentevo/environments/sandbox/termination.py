@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from agentevo.environments.sandbox.launch import SandboxLaunch
-from agentevo.environments.sandbox.watch import descendants
+from agentevo.environments.sandbox.resource_watch import descendants
 
 ENDING_S = 5.0
 _POLL_INTERVAL_S = 0.005

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from agentevo.inference.engine import InFlight, TokenListener, TokenScores
 from agentevo.models.compute.linear import drop_packed
-from agentevo.models.compute.own_state import own_torch_state
 from agentevo.models.compute.parameters import trained_weights
+from agentevo.models.compute.thread_settings import own_torch_state
 from agentevo.models.files.model_copy import copy_policy
 from agentevo.types import Completion, SamplingParams
 

@@ -6,8 +6,8 @@ import pytest
 
 import agentevo
 from agentevo.agents import FunctionAgent, Policy
+from agentevo.agents.named_texts import TextKeeper, Texts, as_examples, examples_of
 from agentevo.agents.single_turn import SingleTurnAgent
-from agentevo.agents.texts import TextKeeper, Texts, as_examples, examples_of
 from agentevo.config import build_config
 from agentevo.config.agents import SingleTurnSection
 from agentevo.config.texts import MAX_CHARS, check_texts, digest_of_text, read_texts

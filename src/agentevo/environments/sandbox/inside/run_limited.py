@@ -1,6 +1,6 @@
 """Executes a program within limits, as an unused user.
 
-Run as `python -I -S become.py SETTINGS PROGRAM...`, with SETTINGS in JSON, inside a sandbox's
+Run as `python -I -S run_limited.py SETTINGS PROGRAM...`, with SETTINGS in JSON, inside a sandbox's
 namespaces; see sandbox/programs.py.
 """
 

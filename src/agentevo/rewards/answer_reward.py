@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentevo.rewards.answers import Place, find_answer, place_of, references
+from agentevo.rewards.answer_texts import Place, find_answer, place_of, references
 from agentevo.rewards.reward import RewardConfig, completion_of
 from agentevo.runtime.event_loop import in_thread
 from agentevo.types import Task, Trajectory

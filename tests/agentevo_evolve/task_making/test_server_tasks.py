@@ -14,11 +14,11 @@ from agentevo.agents.tools.tool import ToolSpec
 from agentevo.config.tools import FunctionToolSection
 from agentevo.errors import AgentEvoError, ConfigError, ToolUnavailableError
 from agentevo.types import Task
-from agentevo_evolve.task_making import making
+from agentevo_evolve.task_making import server_tasks
 from agentevo_evolve.task_making.calls import ToolWorld, call_tool
 from agentevo_evolve.task_making.demonstrations import demonstration
-from agentevo_evolve.task_making.making import WantedTasks, make_tasks
 from agentevo_evolve.task_making.scenario import Scenario, ScenarioStep, is_held_out
+from agentevo_evolve.task_making.server_tasks import WantedTasks, make_tasks
 from agentevo_evolve.task_making.solvability import grade_tasks
 from agentevo_evolve.task_making.survey import Survey, survey
 from agentevo_evolve.task_making.values import Values, described_values, values_in_text
@@ -224,13 +224,13 @@ def test_what_varies_is_left_to_a_judge_where_that_is_wanted():
 
 @pytest.mark.slow
 def test_a_run_of_misses_ends(monkeypatch):
-    monkeypatch.setattr(making, "MAX_MISSES", 40)
+    monkeypatch.setattr(server_tasks, "MAX_MISSES", 40)
     found = made_for("liar", WantedTasks(train=500, held_out=0))
     assert 0 < len(found.train) < 500
 
 
 def test_looking_for_other_difficulties_in_vain_costs_walks_once():
-    class OneCall(making._Maker):
+    class OneCall(server_tasks._Maker):
         walks = 0
 
         async def _walk(self, number):
@@ -244,7 +244,7 @@ def test_looking_for_other_difficulties_in_vain_costs_walks_once():
     )
     made = asyncio.run(maker.make())
     assert len(made.train) == 100 and {row["difficulty"] for row in made.train} == {1}
-    assert 100 + making.MAX_MISSES // 2 < maker.walks < 150 + making.MAX_MISSES
+    assert 100 + server_tasks.MAX_MISSES // 2 < maker.walks < 150 + server_tasks.MAX_MISSES
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentevo.runs.processes.members import last_lines, why_failed
+from agentevo.runs.processes.run_group import last_lines, why_failed
 
 FIRST = "error: the first step: 2 of 2 failed\nerror: nothing was trained\n"
 

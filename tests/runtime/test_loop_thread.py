@@ -9,8 +9,8 @@ import time
 import pytest
 
 from agentevo.errors import EnvironmentFailure, OverreachError
-from agentevo.runtime import own_loop
-from agentevo.runtime.own_loop import DedicatedLoop
+from agentevo.runtime import loop_thread
+from agentevo.runtime.loop_thread import DedicatedLoop
 
 
 async def where():
@@ -27,8 +27,8 @@ def test_all_share_one_loop_on_a_thread_of_its_own():
 
 
 def test_what_blocks_holds_up_nobody_else_and_the_next_one_has_another_loop(monkeypatch):
-    monkeypatch.setattr(own_loop, "ANSWER_S", 1.0)
-    monkeypatch.setattr(own_loop, "MAX_ABANDONED", 2)
+    monkeypatch.setattr(loop_thread, "ANSWER_S", 1.0)
+    monkeypatch.setattr(loop_thread, "MAX_ABANDONED", 2)
     free = threading.Event()
 
     async def blocks():
