@@ -62,7 +62,7 @@ RULER = {
 
 @pytest.mark.parametrize(("answer", "expected"), RULER.values(), ids=RULER)
 def test_a_ranking_is_the_judges_or_none(answer, expected):
-    assert said(lambda text: ruler.marks_in(text, 2)[0].score, answer) == expected
+    assert said(lambda text: ruler.scores_in(text, 2)[0].score, answer) == expected
 
 
 JSON_SCORES = {

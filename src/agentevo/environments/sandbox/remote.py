@@ -25,8 +25,8 @@ from agentevo.environments.sandbox.exporting import export_files
 from agentevo.environments.sandbox.inside.frames import LARGEST_CALL
 from agentevo.environments.sandbox.replies import (
     SandboxEnded,
+    code_problem,
     longest_message,
-    refused_code,
     violation,
 )
 from agentevo.environments.sandbox.sandbox import (
@@ -126,7 +126,7 @@ class RemoteSandbox:
     async def run(self, code: str, deadline_s: float | None = None) -> Execution:
         """See Sandbox.run."""
         limit = self._deadline(deadline_s)
-        if (refusal := refused_code(code)) is not None:
+        if (refusal := code_problem(code)) is not None:
             return Execution("", "", None, refusal, (), 0.0, is_alive=True, is_new=False)
 
         async with self._lock:

@@ -29,7 +29,7 @@ from agentevo.errors import AgentEvoError, CheckpointError, ConfigError
 from agentevo.observability.metrics import digests_by_step
 from agentevo.runtime.files import must_write, write_atomic
 from agentevo.runtime.parsing import check_file
-from agentevo.store.codec import canonical
+from agentevo.store.codec import canonical_record
 from agentevo.store.records import StepRecord
 
 KEY = "chain"
@@ -93,7 +93,7 @@ class RecordedRows(msgspec.Struct, frozen=True, kw_only=True):
 
 def link(step: int, record: Mapping[str, Any], before: str) -> str:
     """chain(step), by the module's formula."""
-    content = canonical(step, {name: value for name, value in record.items() if name != KEY})
+    content = canonical_record(step, {name: value for name, value in record.items() if name != KEY})
     return hashlib.sha256(f"{before}\n{step}\n".encode() + content).hexdigest()
 
 
