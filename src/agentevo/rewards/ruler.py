@@ -43,7 +43,7 @@ from agentevo.rewards.verdicts import (
     find_agreement,
     number_of,
     objects_in,
-    whole_object,
+    strict_object_schema,
 )
 from agentevo.runtime.event_loop import in_thread
 from agentevo.runtime.seeds import derive_seed
@@ -87,7 +87,7 @@ _ENTRY = {
     "explanation": {"type": "string"},
     "score": {"type": "number"},
 }
-_SCHEMA = whole_object({"scores": {"type": "array", "items": whole_object(_ENTRY)}})
+_SCHEMA = strict_object_schema({"scores": {"type": "array", "items": strict_object_schema(_ENTRY)}})
 _NO_SCORES = 'there is no JSON object with a list "scores" in it, or another one beside it'
 
 
