@@ -107,7 +107,7 @@ def check_parts(
 
 
 def _check_models(config: RunConfig, resume: bool, may_fetch: bool, refusals: Refusals) -> None:
-    """Checks the models, after it raises all `refusals` if it may download."""
+    """Checks the models. Raises ConfigError for all `refusals`, before any download and at the end."""
     if may_fetch:
         refusals.raise_all()
 
