@@ -61,7 +61,7 @@ async def _check_all(config: RunConfig, sections: tuple[ToolSection, ...]) -> li
 
 def _limit_start(section: ToolSection) -> ToolSection:
     """The entry, with at most ANSWER_S to start if a server already runs at its URL. An entry with
-    an image starts a server there, so it keeps its own limit."""
+    an `image` may start its server, so it keeps its own limit."""
     limit_s = getattr(section, "start_timeout_s", None)
     if limit_s is None or not getattr(section, "url", None) or getattr(section, "image", None):
         return section
