@@ -220,7 +220,7 @@ def _digest_or_error(path: Path) -> str:
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"{path} can't be read now ({error.strerror or error}), so it is unknown whether its "
-        "checkpoint is whole: repair the access and try again, or delete the checkpoint's folder "
+        "checkpoint is whole: fix that and try again, or delete the checkpoint's folder "
         "to resume from an older one"
     )
 
