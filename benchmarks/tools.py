@@ -61,7 +61,7 @@ async def busy(turns: int) -> dict[str, float]:
     from agentevo.agents import Policy
     from agentevo.agents.tools.toolbox import Toolbox
     from agentevo.config import EngineSection, ModelSection
-    from agentevo.config.tools import FunctionToolSection, named_tool
+    from agentevo.config.tools import FunctionToolSection, tool_entry
     from agentevo.inference.conversations.conversation import Conversation
     from agentevo.inference.embedded.torch_engine import TorchEngine
     from agentevo.models.chat.chat_format import ChatFormat
@@ -78,7 +78,7 @@ async def busy(turns: int) -> dict[str, float]:
     prepare(loaded.model)
     engine = TorchEngine(loaded.model, loaded.tokenizer, EngineSection())
     chat = ChatFormat(loaded.tokenizer)
-    toolbox = Toolbox([FunctionToolSection(name=named_tool(wait))])
+    toolbox = Toolbox([FunctionToolSection(name=tool_entry(wait))])
     begun = asyncio.Event()
     ended = asyncio.Event()
     counter = itertools.count(1)

@@ -4,8 +4,8 @@
     run = agentevo.train("coins", model="smollm2-135m-instruct", trainer={"steps": 20})
     print(run.summary, run.checkpoint)
 
-Invariant: importing this package imports none of its subpackages. Each name below is loaded when it
-is first used.
+Invariant: importing this package imports none of its subpackages. The first use of a name imports
+its module.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from agentevo_evolve.optimizing import optimize
 
 __version__ = "0.1.0"
-_HOMES = {
+_MODULE_OF_NAME = {
     "ActionResult": "agentevo.environments.episode",
     "AgentEvoError": "agentevo.errors",
     "AgentSection": "agentevo.config.agents",
@@ -120,11 +120,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module 'agentevo' has no attribute {name!r}")
-    if name == "rollout":  # the package of that name, which can be called
+    if name == "rollout":  # the package itself can be called
         return import_module("agentevo.rollout")
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(_MODULE_OF_NAME[name]), name)
     globals()[name] = value
     return value
 

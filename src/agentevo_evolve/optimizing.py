@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agentevo.api import Option, Tasks, Trainable, checked_tasks, resolve
-from agentevo.config.rewards import Reward, named_reward
+from agentevo.config.rewards import Reward, reward_entry
 from agentevo.runtime.extras import training_packages
 
 
@@ -47,7 +47,7 @@ def optimize(
 
     given_tasks = None if isinstance(tasks, (str, Path, Mapping)) else tasks
     if rewards:
-        options["rewards"] = [named_reward(reward) for reward in rewards]
+        options["rewards"] = [reward_entry(reward) for reward in rewards]
 
     config, agent = resolve(
         agent_or_env, model=model, overrides=overrides, has_tasks=given_tasks is not None, **options

@@ -36,7 +36,7 @@ from agentevo_ui.forms import (
     FORM_TOKEN,
     FormRefusedError,
     Visitor,
-    check_from_here,
+    check_origin,
     read_form,
 )
 
@@ -212,7 +212,7 @@ class AccessGuard:
         not."""
         if not visitor.may_change:
             raise FormRefusedError(403, "this needs the other URL that `agentevo ui` printed")
-        check_from_here(headers, secure=self._access.secure)
+        check_origin(headers, secure=self._access.secure)
         form = await read_form(receive, headers)
         if not self._access.is_form_token(form.get(FORM_TOKEN, "")):
             raise FormRefusedError(403, "the form is out of date: load its page again")

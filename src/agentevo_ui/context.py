@@ -1,4 +1,4 @@
-"""Helpers of all pages' handlers: the run of a URL, and an answer with a page."""
+"""What the handlers of all pages share: the run of a URL, the visitor, and rendering."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ async def run_of(request: Request, run: str) -> RunView:
 
 def visitor(request: Request) -> Visitor:
     """The sender of the request, and whether the sender may change something."""
-    requester: Visitor = request.scope[VISITOR]
-    return requester
+    sender: Visitor = request.scope[VISITOR]
+    return sender
 
 
 def form_of(request: Request) -> dict[str, str]:
-    """The fields of a POST. Of several with the same name, the first counts."""
+    """The fields of a POST. If several fields have the same name, the first one counts."""
     fields: dict[str, str] = request.scope[FORM]
     return fields
 
@@ -80,14 +80,14 @@ def page(
     After a change, the browser requests every element with `data-live` again (`hx-get`,
     `hx-trigger="news"`)."""
     theme = request.cookies.get(THEME, "")
-    about = f"/live?{urlencode([('run', key) for key in news])}" if news else ""
-    readers = dashboard(request).watcher
+    live_url = f"/live?{urlencode([('run', key) for key in news])}" if news else ""
+    watcher = dashboard(request).watcher
     text = render(
         template,
         theme=theme if theme in THEMES else "",
-        news=about,
+        news=live_url,
         visitor=visitor(request),
-        versions={key: readers.version(key) for key in news or ()},
+        versions={key: watcher.version(key) for key in news or ()},
         **data,
     )
     return HTMLResponse(text.encode("utf-8", "replace"), status_code=status)
@@ -96,5 +96,5 @@ def page(
 def part(template: str, **data: Any) -> HTMLResponse:
     """A part of a page, for htmx."""
     text = render(template, **data).encode("utf-8", "replace")
-    # It has the address of a whole page, so no browser may cache it for that page.
+    # The part has the URL of the whole page, so a browser must not cache it as that page.
     return HTMLResponse(text, headers={"cache-control": "no-store", "vary": "HX-Request"})

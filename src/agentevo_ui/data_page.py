@@ -1,5 +1,5 @@
 """A run's tasks and their states in the ledger: `/runs/{run}/data`. The page reads the index, and
-from the store only the failed and poison tasks."""
+only the failed and poison tasks from the store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ router = APIRouter()
 MAX_SET_ASIDE = 100
 """The number of tasks on a page of the list of failed and poison tasks."""
 MAX_EVENTS = 5
-WITHIN_S = 10.0
+STORE_TIMEOUT_S = 10.0
 MAX_TEXT = 200
 AsideState = Literal["poison", "failed"]
 Order = Literal["played", "hardest", "easiest", "worst", "failing"]
@@ -50,7 +50,7 @@ class TaskSearch(NamedTuple):
     """(kind of error, number) pairs of failed attempts."""
     tasks: TalliedTasks
     task_states: dict[str, int]
-    """Maps a state of the ledger to its number of tasks, as of `counted_at`."""
+    """Maps a state of the ledger to the number of tasks in that state at `counted_at`."""
     counted_at: float
 
 
@@ -87,15 +87,15 @@ async def data(
     contents = None
     with suppress(IndexUnavailableError):
         if state.at:
-            contents = await in_thread(_read, reader, split, text, order, page)
+            contents = await in_thread(_search_index, reader, split, text, order, page)
 
     rows = [] if contents is None else contents.tasks.rows
     facts = await read_task_facts(request, view, [row.id for row in rows])
-    aside, has_more, no_aside = await _aside(request, view, aside_state, aside_after)
+    aside, has_more, no_aside = await _read_set_aside(request, view, aside_state, aside_after)
     base = run_url(view.key, "data")
     keys = {"split": split, "q": text, "order": order}
     query_keys = {name: value for name, value in keys.items() if value}
-    place = {"aside_state": aside_state, "aside_after": aside_after} if aside_after else {}
+    aside_query = {"aside_state": aside_state, "aside_after": aside_after} if aside_after else {}
 
     return run_page(
         request,
@@ -108,15 +108,15 @@ async def data(
         trouble=trouble,
         aside=aside,
         aside_first=f"{base}?{urlencode(query_keys)}" if aside_after else "",
-        aside_next=f"{base}?{urlencode(query_keys | _place_of(aside[-1]))}" if has_more else "",
+        aside_next=f"{base}?{urlencode(query_keys | _next_query(aside[-1]))}" if has_more else "",
         no_aside=no_aside,
-        command=_command(view),
+        command=_retry_command(view),
         split=split,
         text=text,
         order=order,
         orders=ORDERS,
         base=base,
-        here=f"{base}?{urlencode(query_keys | {'page': page} | place)}",
+        here=f"{base}?{urlencode(query_keys | {'page': page} | aside_query)}",
         before=f"{base}?{urlencode(query_keys | {'page': page - 1})}" if page else "",
         after=f"{base}?{urlencode(query_keys | {'page': page + 1})}"
         if contents is not None and contents.tasks.total > (page + 1) * PAGE
@@ -124,7 +124,7 @@ async def data(
     )
 
 
-def _read(reader: IndexReader, split: str, text: str, order: str, page: int) -> TaskSearch:
+def _search_index(reader: IndexReader, split: str, text: str, order: str, page: int) -> TaskSearch:
     with reader.steady():
         states, counted_at = reader.task_states()
         return TaskSearch(
@@ -137,37 +137,41 @@ def _read(reader: IndexReader, split: str, text: str, order: str, page: int) -> 
         )
 
 
-async def _aside(
+async def _read_set_aside(
     request: Request, view: RunView, state: AsideState, after: str
 ) -> tuple[list[SetAsideTask], bool, str]:
-    """A page of the poison and then the failed tasks, after the last task of the page before. Also
-    whether there are more, and why they can't be read if that is the case."""
+    """A page of the poison tasks and then the failed tasks that follow the task `after`, whether
+    there are more, and the reason why they can't be read (empty if they can)."""
     tasks_aside: list[SetAsideTask] = []
-    last: str | None = after or None
+    last_id: str | None = after or None
     try:
         async with (
-            asyncio.timeout(WITHIN_S),
+            asyncio.timeout(STORE_TIMEOUT_S),
             dashboard(request).stores.reading(view.source) as store,
         ):
             for state_name in get_args(AsideState)[get_args(AsideState).index(state) :]:
-                listed: Any = store.tasks(state=state_name, after=last)
-                last = None
+                listed: Any = store.tasks(state=state_name, after=last_id)
+                last_id = None
                 async with aclosing(listed):
                     async for stored in listed:
                         if len(tasks_aside) == MAX_SET_ASIDE:
                             return tasks_aside, True, ""
-                        tasks_aside.append(_aside_of(stored))
+                        tasks_aside.append(_set_aside_task(stored))
     except (AgentEvoError, TimeoutError) as error:
-        return tasks_aside, False, str(error) or f"the store did not answer within {WITHIN_S:.0f} s"
+        return (
+            tasks_aside,
+            False,
+            str(error) or f"the store did not answer within {STORE_TIMEOUT_S:.0f} s",
+        )
 
     return tasks_aside, False, ""
 
 
-def _place_of(last: SetAsideTask) -> dict[str, str]:
-    return {"aside_state": last.state, "aside_after": last.id}
+def _next_query(last_task: SetAsideTask) -> dict[str, str]:
+    return {"aside_state": last_task.state, "aside_after": last_task.id}
 
 
-def _aside_of(stored: StoredTask) -> SetAsideTask:
+def _set_aside_task(stored: StoredTask) -> SetAsideTask:
     events = [(event.kind, event.at, event.worker, event.error) for event in stored.history]
     return SetAsideTask(
         stored.state,
@@ -182,11 +186,11 @@ def _aside_of(stored: StoredTask) -> SetAsideTask:
     )
 
 
-def _command(view: RunView) -> str:
-    return f"agentevo store {shlex.quote(_target(view))} retry"
+def _retry_command(view: RunView) -> str:
+    return f"agentevo store {shlex.quote(_store_argument(view))} retry"
 
 
-def _target(view: RunView) -> str:
+def _store_argument(view: RunView) -> str:
     """The argument of `agentevo store` for this run's store."""
     if view.source.folder is not None:
         return str(view.source.folder)

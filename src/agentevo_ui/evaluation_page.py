@@ -22,7 +22,7 @@ from agentevo.runtime.event_loop import in_thread
 from agentevo_ui import held_out
 from agentevo_ui.attempts_page import ready_index
 from agentevo_ui.context import NotFoundError, dashboard, run_of
-from agentevo_ui.held_out import Account, HeldOut, SettingChanges
+from agentevo_ui.held_out import Account, HeldOut, StepComparison
 from agentevo_ui.index.reader import IndexReader, IndexUnavailableError
 from agentevo_ui.run_page import run_page
 from agentevo_ui.run_watcher import UnknownRunError
@@ -57,7 +57,7 @@ class EvaluationAttempts(NamedTuple):
     rows: list[EvaluationResult]
     parts: list[tuple[str, str, Account | None, Account]]
     """(kind, difficulty, account at the first step, account at the last step)."""
-    changes: SettingChanges | None
+    changes: StepComparison | None
     chart: Chart | None
 
 

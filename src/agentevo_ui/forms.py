@@ -1,8 +1,8 @@
-"""The only kind of request that can change something: a form of the dashboard's pages, by POST.
+"""The forms of the dashboard's pages. Only a POST of such a form can change something.
 
 The form must come from a page of this server (`Sec-Fetch-Site`, `Origin`), and have at most
-MAX_BODY bytes that arrive within BODY_S seconds. It must contain the token of the dashboard's
-forms, which no other site can know.
+MAX_BODY bytes that arrive within BODY_TIMEOUT_S seconds. It must contain the token of the
+dashboard's forms, which other sites can't know.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from starlette.datastructures import Headers
 from starlette.types import Receive
 
 FORM_TOKEN = "form"
-"""The field of every form with `Visitor.form_token`."""
+"""The name of the form field that contains `Visitor.form_token`."""
 MAX_BODY = 1_000_000
-BODY_S = 10.0
+BODY_TIMEOUT_S = 10.0
 MAX_FIELDS = 1000
-KIND = "application/x-www-form-urlencoded"
+CONTENT_TYPE = "application/x-www-form-urlencoded"
 
 
 @dataclass(frozen=True)
@@ -38,30 +38,30 @@ class Visitor:
 
 
 class FormRefusedError(Exception):
-    """A request that changes nothing, with its status and the reason."""
+    """A form is refused. The error has the HTTP status and the reason."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
 
 
-def check_from_here(headers: Headers, *, secure: bool) -> None:
-    """Raises FormRefusedError unless the browser names a page of this dashboard as the sender. A
-    request without a sender is also refused, because every current browser names the origin of a
+def check_origin(headers: Headers, *, secure: bool) -> None:
+    """Raises FormRefusedError unless the browser reports a page of this dashboard as the origin. A
+    request without an origin is also refused, because every current browser names the origin of a
     POST."""
     site = headers.get("sec-fetch-site")
     origin = headers.get("origin")
     own_origin = f"{'https' if secure else 'http'}://{headers.get('host', '')}".lower()
-    is_ours = origin is not None and origin.lower() == own_origin
-    if site not in (None, "same-origin") or not is_ours:
-        raise FormRefusedError(403, "this was not sent by a page of this dashboard")
+    is_same_origin = origin is not None and origin.lower() == own_origin
+    if site not in (None, "same-origin") or not is_same_origin:
+        raise FormRefusedError(403, "the form was not sent by a page of this dashboard")
 
 
 async def read_form(receive: Receive, headers: Headers) -> dict[str, str]:
-    """The fields of a request's form. Of several with the same name, the first counts. Raises
-    FormRefusedError."""
-    if headers.get("content-type", "").partition(";")[0].strip().lower() != KIND:
-        raise FormRefusedError(415, f"a form is {KIND}")
+    """The fields of a request's form. If several fields have the same name, the first one counts.
+    Raises FormRefusedError."""
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != CONTENT_TYPE:
+        raise FormRefusedError(415, f"the content type of a form is {CONTENT_TYPE}")
 
     length = headers.get("content-length", "0")
     too_long = FormRefusedError(413, f"a form has at most {MAX_BODY:,} bytes")
@@ -70,11 +70,11 @@ async def read_form(receive: Receive, headers: Headers) -> dict[str, str]:
 
     body = bytearray()
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(BODY_TIMEOUT_S):
             while True:
                 message = await receive()
                 if message["type"] != "http.request":
-                    raise FormRefusedError(400, "the connection has ended within the form")
+                    raise FormRefusedError(400, "the connection ended before the end of the form")
 
                 body += message.get("body", b"")
                 if len(body) > MAX_BODY:
@@ -82,7 +82,7 @@ async def read_form(receive: Receive, headers: Headers) -> dict[str, str]:
                 if not message.get("more_body"):
                     break
     except TimeoutError:
-        raise FormRefusedError(408, f"a form has to arrive within {BODY_S:.0f} s") from None
+        raise FormRefusedError(408, f"a form has to arrive within {BODY_TIMEOUT_S:.0f} s") from None
 
     try:
         pairs = parse_qsl(
@@ -92,6 +92,6 @@ async def read_form(receive: Receive, headers: Headers) -> dict[str, str]:
             max_num_fields=MAX_FIELDS,
         )
     except ValueError:
-        raise FormRefusedError(400, "this form is not in UTF-8") from None
+        raise FormRefusedError(400, "the form is not in UTF-8") from None
 
     return {name: text.replace("\r\n", "\n") for name, text in reversed(pairs)}

@@ -2,8 +2,8 @@
 kind and difficulty, and the changes between two steps.
 
 A mean is over tasks, and a task's value is the mean over its completed attempts, as in `agentevo
-eval` (runs/evaluation/summary.py). Failed attempts are in no mean, and are counted separately.
-Intervals are those of runs/evaluation/estimates.py. The intervals are cached by their values,
+eval` (runs/evaluation/summary.py). Failed attempts are counted separately.
+runs/evaluation/estimates.py computes the intervals. The intervals are cached by their input values,
 because a page is requested many times.
 """
 
@@ -21,12 +21,12 @@ from agentevo_ui.index.columns import STATUSES
 from agentevo_ui.index.reader import IndexReader
 
 MAX_DRAWS = 24_000_000
-"""The maximum number of resampled values for a chart's intervals. With more tasks, fewer steps are
-drawn."""
+"""The maximum number of resampled values for a chart's intervals. With more tasks, the chart has
+fewer steps."""
 MAX_STEPS = 120
 MAX_CHANGES = 200
-"""The maximum number of tasks that are listed as better, and as worse."""
-CACHED = 4_096
+"""The maximum number of tasks in each of the lists of better and of worse tasks."""
+MAX_CACHED = 4_096
 
 
 class HeldOut(NamedTuple):
@@ -34,7 +34,7 @@ class HeldOut(NamedTuple):
 
     step: np.ndarray
     task: np.ndarray
-    """Number of the task."""
+    """The number of the task in the index."""
     decoding: np.ndarray
     agent: np.ndarray
     kind: np.ndarray
@@ -45,7 +45,7 @@ class HeldOut(NamedTuple):
     place: np.ndarray
     """The places of the attempts in the index."""
     words: dict[int, str]
-    """The words that the numbers in decoding, agent, kind and difficulty mean."""
+    """Maps the numbers in decoding, agent, kind and difficulty to their words."""
 
     def part(self, where: np.ndarray) -> HeldOut:
         """The attempts for which `where` is true."""
@@ -55,7 +55,7 @@ class HeldOut(NamedTuple):
         return HeldOut(**columns, words=self.words)
 
     def count_words(self, name: str) -> dict[str, int]:
-        """Maps a word of `decoding` or `agent` to its number of attempts, the most frequent
+        """Maps a word of the column `name` to its number of attempts, the most frequent word
         first."""
         counts = np.bincount(getattr(self, name))
         counts_by_word = {
@@ -64,7 +64,7 @@ class HeldOut(NamedTuple):
         return dict(sorted(counts_by_word.items(), key=lambda item: -item[1]))
 
     def of_word(self, name: str, word: str) -> HeldOut:
-        """The attempts with this word in `decoding` or `agent`."""
+        """The attempts with `word` in the column `name`."""
         numbers = [number for number, text in self.words.items() if text == word]
         return self.part(np.isin(getattr(self, name), numbers))
 
@@ -83,7 +83,7 @@ class Account(NamedTuple):
     num_failed: int
 
 
-class SettingChange(NamedTuple):
+class TaskChange(NamedTuple):
     """A task whose results differ between two steps: its success rates, and an attempt of each
     step."""
 
@@ -94,19 +94,19 @@ class SettingChange(NamedTuple):
     attempt_after: str
 
 
-class SettingChanges(NamedTuple):
+class StepComparison(NamedTuple):
     """Two steps, compared on the tasks that both have completed."""
 
     difference: Estimate | None
     num_tasks: int
-    better: list[SettingChange]
+    better: list[TaskChange]
     num_better: int
-    worse: list[SettingChange]
+    worse: list[TaskChange]
     num_worse: int
 
 
 def held_out(reader: IndexReader) -> HeldOut:
-    """All held-out attempts of a run. Raises IndexAway."""
+    """All held-out attempts of a run. Raises IndexUnavailableError."""
     table = reader.columns()
     where = np.flatnonzero(table["alive"] & (table["split"] == SPLITS.index("eval")))
     names = ("step", "task", "decoding", "agent", "kind", "difficulty", "success", "reward")
@@ -118,16 +118,16 @@ def held_out(reader: IndexReader) -> HeldOut:
 
 
 def account(attempts: HeldOut) -> Account:
-    """The mean over tasks of their success and reward."""
+    """The mean success and reward over the tasks of some attempts."""
     done = attempts.part(attempts.is_completed)
-    _, success = _by_task(done, done.success)
-    _, reward = _by_task(done, done.reward)
+    _, success = _mean_by_task(done, done.success)
+    _, reward = _mean_by_task(done, done.reward)
     total = len(attempts.task)
     return Account(_estimate(success), _estimate(reward), total, total - len(done.task))
 
 
 def by_part(attempts: HeldOut) -> list[tuple[str, str, Account]]:
-    """(kind, difficulty, account), in the order of their words, with numbers by size."""
+    """(kind, difficulty, account) of each part, sorted by kind and difficulty."""
     accounts = []
     pairs = np.stack([attempts.kind, attempts.difficulty], axis=1)
     for kind, difficulty in np.unique(pairs, axis=0).tolist() if len(pairs) else []:
@@ -140,13 +140,13 @@ def by_part(attempts: HeldOut) -> list[tuple[str, str, Account]]:
 
 
 def curve(attempts: HeldOut) -> list[tuple[int, Estimate]]:
-    """Success at the evaluated steps. Of very many steps, only some are returned, evenly spaced,
-    with the first and the last."""
+    """Success at the evaluated steps. If there are too many steps, some of them at even distances,
+    including the first and the last."""
     steps = attempts.steps
     tasks = len(np.unique(attempts.task)) or 1
-    most = int(min(max(MAX_DRAWS // (RESAMPLES * tasks), 8), MAX_STEPS))
-    if len(steps) > most:
-        places = np.unique(np.linspace(0, len(steps) - 1, most).round().astype(int))
+    max_steps = int(min(max(MAX_DRAWS // (RESAMPLES * tasks), 8), MAX_STEPS))
+    if len(steps) > max_steps:
+        places = np.unique(np.linspace(0, len(steps) - 1, max_steps).round().astype(int))
         steps = [steps[place] for place in places.tolist()]
 
     points = []
@@ -163,13 +163,13 @@ def account_at(attempts: HeldOut, step: int) -> Account:
     return account(attempts.part(attempts.step == step))
 
 
-def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> SettingChanges:
+def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> StepComparison:
     """The tasks that are solved more often, and less often, at the last of two steps."""
     sides = []
     for step in (first, last):
         done = attempts.part((attempts.step == step) & attempts.is_completed)
-        tasks, shares = _by_task(done, done.success)
-        # Each task has its first attempt, in the order of the attempts.
+        tasks, shares = _mean_by_task(done, done.success)
+        # The first attempt at each task.
         _, places = np.unique(done.task, return_index=True)
         sides.append((tasks, shares, done.place[places]))
 
@@ -182,7 +182,7 @@ def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> Se
     after = after[after_places]
     gain = after - before
     order = np.argsort(-np.abs(gain), kind="stable")
-    changes_by_direction: dict[bool, list[SettingChange]] = {}
+    changes_by_direction: dict[bool, list[TaskChange]] = {}
     for is_better in (True, False):
         chosen = order[gain[order] > 0 if is_better else gain[order] < 0][:MAX_CHANGES]
         names = _names(reader, "SELECT number, id FROM tasks WHERE number", shared_tasks[chosen])
@@ -194,7 +194,7 @@ def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> Se
             ),
         )
         changes_by_direction[is_better] = [
-            SettingChange(
+            TaskChange(
                 names.get(int(shared_tasks[i]), ""),
                 float(before[i]),
                 float(after[i]),
@@ -204,7 +204,7 @@ def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> Se
             for i in chosen.tolist()
         ]
 
-    return SettingChanges(
+    return StepComparison(
         _difference(before, after),
         len(shared_tasks),
         changes_by_direction[True],
@@ -218,13 +218,13 @@ def _names(reader: IndexReader, query: str, numbers: Sequence[int] | np.ndarray)
     names: dict[int, str] = {}
     values = [int(number) for number in numbers]
     for start in range(0, len(values), 500):
-        some = values[start : start + 500]
-        marks = ", ".join("?" * len(some))
-        names.update((row[0], row[1]) for row in reader.ask(f"{query} IN ({marks})", some))
+        batch = values[start : start + 500]
+        placeholders = ", ".join("?" * len(batch))
+        names.update((row[0], row[1]) for row in reader.ask(f"{query} IN ({placeholders})", batch))
     return names
 
 
-def _by_task(done: HeldOut, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _mean_by_task(done: HeldOut, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The tasks in the order of their numbers, and the mean value of each."""
     tasks, places = np.unique(done.task, return_inverse=True)
     counts = np.bincount(places, minlength=len(tasks))
@@ -237,7 +237,7 @@ def _estimate(values: np.ndarray) -> Estimate | None:
     return _cached_mean(np.sort(values).tobytes())
 
 
-@lru_cache(maxsize=CACHED)
+@lru_cache(maxsize=MAX_CACHED)
 def _cached_mean(values: bytes) -> Estimate | None:
     return mean_of(np.frombuffer(values).tolist())
 
@@ -246,13 +246,13 @@ def _difference(before: np.ndarray, after: np.ndarray) -> Estimate | None:
     return _cached_difference(before.tobytes(), after.tobytes())
 
 
-@lru_cache(maxsize=CACHED)
+@lru_cache(maxsize=MAX_CACHED)
 def _cached_difference(before: bytes, after: bytes) -> Estimate | None:
     return paired_difference(np.frombuffer(before).tolist(), np.frombuffer(after).tolist())
 
 
 def _sort_key(word: str) -> tuple[int, float, str]:
-    """Numbers by size, then words."""
+    """A sort key: numbers in ascending order, then words."""
     try:
         return 0, float(word), ""
     except ValueError:

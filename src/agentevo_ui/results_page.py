@@ -1,6 +1,6 @@
 """The folder of an `agentevo eval`: `/results/{key}`. The page shows the models side by side, the
-changes between two of them, and each task's attempts. Only its own regular files are read, and no
-symbolic links."""
+changes between two of them, and each task's attempts. Only regular files of the folder are read,
+and no symbolic links."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Results(NamedTuple):
 
     settings: dict[str, Any]
     models: list[dict[str, Any]]
-    """Accounts as in summary.json."""
+    """The models' results, in the form of summary.json."""
     players: dict[str, float]
     by_task: dict[str, dict[str, list[AttemptLine]]]
     """Maps a task to a mapping from a model to its attempts."""
     problem: str = ""
-    """Why there are no results by task. Empty if there are."""
+    """The reason why `by_task` is missing. Empty if it is there."""
     is_whole: bool = True
     """Whether the evaluation has ended."""
 
@@ -61,7 +61,7 @@ class TaskLine(NamedTuple):
     """The largest difference between the models."""
 
 
-class Changed(NamedTuple):
+class ModelComparison(NamedTuple):
     """Two models, compared on the tasks that both have completed."""
 
     difference: Estimate | None
@@ -71,14 +71,15 @@ class Changed(NamedTuple):
 
 
 class _ResultsCache:
-    """Caches the results that were read last, until their files change. Any thread may use it."""
+    """Caches the results of the last MAX_FOLDERS folders until their files change. Any thread may
+    use it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._cache: OrderedDict[Path, tuple[object, Results]] = OrderedDict()
 
     def get(self, folder: Path) -> Results:
-        """Raises ConfigError for a folder that holds no results."""
+        """The results of a folder. Raises ConfigError if the folder has none."""
         signature = [_signature(folder / name) for name in (SETTINGS, RESULTS, SUMMARY)]
         with self._lock:
             cached = self._cache.get(folder)
@@ -130,7 +131,7 @@ async def results(
         labels=labels,
         first=first,
         last=last,
-        changed=await in_thread(_change_of, evaluation, first, last) if first != last else None,
+        changed=await in_thread(_compare, evaluation, first, last) if first != last else None,
         tasks=await in_thread(_tasks, evaluation, labels, q[:200].strip()),
         task=task,
         lines=evaluation.by_task.get(task, {}),
@@ -161,10 +162,10 @@ def estimate(record: Any) -> Estimate | None:
 
 def _signature(path: Path) -> object:
     try:
-        what = path.lstat()
+        status = path.lstat()
     except OSError:
         return None
-    return (what.st_ino, what.st_size, what.st_mtime_ns, stat.S_ISREG(what.st_mode))
+    return (status.st_ino, status.st_size, status.st_mtime_ns, stat.S_ISREG(status.st_mode))
 
 
 def _read(folder: Path) -> Results:
@@ -191,8 +192,12 @@ def _read(folder: Path) -> Results:
     summary = _summary(folder)
     is_whole = summary is not None
     if summary is None:
-        named = settings.get("played_models")
-        order = [str(label) for label in named] if isinstance(named, dict) else list(by_model)
+        played_models = settings.get("played_models")
+        order = (
+            [str(label) for label in played_models]
+            if isinstance(played_models, dict)
+            else list(by_model)
+        )
         attempts = settings.get("attempts")
         attempts_per_task = attempts if isinstance(attempts, int) and 0 < attempts <= 4096 else 1
         played = {label: by_model[label] for label in order if label in by_model}
@@ -227,7 +232,8 @@ def _dicts(value: object) -> list[dict[str, Any]]:
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:
-    """None before the evaluation ends. Raises ConfigError for a damaged file."""
+    """The content of summary.json. None before the evaluation ends. Raises ConfigError for a
+    damaged file."""
     try:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -241,7 +247,7 @@ def _summary(folder: Path) -> dict[str, Any] | None:
 
 
 def _shown_model(model: Mapping[str, Any]) -> dict[str, Any]:
-    """An account, with estimates in place of their JSON."""
+    """The results of a model, with Estimate objects in place of JSON."""
 
     def read_estimates(record: Any) -> dict[str, Any]:
         passes = _dict(_dict(record).get("pass_at"))
@@ -269,7 +275,8 @@ def _share(lines: Sequence[AttemptLine]) -> float | None:
 
 
 def _tasks(evaluation: Results, labels: Sequence[str], q: str) -> list[TaskLine]:
-    """The tasks at which the models differ most come first."""
+    """The tasks with `q` in their id. The task with the largest difference between models is
+    first."""
     rows = []
     for task, models in evaluation.by_task.items():
         if q and q.lower() not in task.lower():
@@ -287,7 +294,7 @@ def _tasks(evaluation: Results, labels: Sequence[str], q: str) -> list[TaskLine]
     return sorted(rows, key=lambda row: -row.spread)
 
 
-def _change_of(evaluation: Results, first: str, last: str) -> Changed:
+def _compare(evaluation: Results, first: str, last: str) -> ModelComparison:
     pairs = []
     for task, models in evaluation.by_task.items():
         before = _share(models.get(first, []))
@@ -295,10 +302,10 @@ def _change_of(evaluation: Results, first: str, last: str) -> Changed:
         if before is not None and after is not None:
             pairs.append((task, before, after))
 
-    moved = sorted(pairs, key=lambda pair: -abs(pair[2] - pair[1]))
-    return Changed(
+    by_change = sorted(pairs, key=lambda pair: -abs(pair[2] - pair[1]))
+    return ModelComparison(
         paired_difference([pair[1] for pair in pairs], [pair[2] for pair in pairs]),
         len(pairs),
-        [pair for pair in moved if pair[2] > pair[1]],
-        [pair for pair in moved if pair[2] < pair[1]],
+        [pair for pair in by_change if pair[2] > pair[1]],
+        [pair for pair in by_change if pair[2] < pair[1]],
     )

@@ -1,8 +1,9 @@
 """The state of a run without a folder, from the committed steps in its store: their metrics, the
-newest evaluations at each step, and the warnings. Reading never raises an error, see run_state.py.
+newest evaluations at each step, and the warnings. An error becomes `RunView.problem`, see
+run_state.py.
 
-The reader queries the store at most every QUERY_INTERVAL_S seconds, and then rests REST times as
-long as the query took.
+The reader queries the store at most every QUERY_INTERVAL_S seconds, and pauses REST_FACTOR times as
+long as a query took.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from agentevo.store.records import StepRecord
 from agentevo_ui.stores import Stores
 
 QUERY_INTERVAL_S = 1.0
-REST = 5.0
+REST_FACTOR = 5.0
 PAGE = 50
-"""The number of records in a read. Each contains the whole plan of its step."""
+"""The number of records in a read. A record is large: it contains the plan of its step."""
 
 
 class StoreReader:
@@ -62,9 +63,11 @@ class StoreReader:
         except AgentEvoError as error:
             problem = str(error)
 
-        took = time.monotonic() - started
+        duration_s = time.monotonic() - started
         self._rest_until = (
-            started + took + (0.0 if is_behind else max(QUERY_INTERVAL_S, REST * took))
+            started
+            + duration_s
+            + (0.0 if is_behind else max(QUERY_INTERVAL_S, REST_FACTOR * duration_s))
         )
 
         new_view = replace(
@@ -92,19 +95,19 @@ class StoreReader:
                 return False
             self._forget()
 
-        ends = time.monotonic() + PIECE_S
+        deadline = time.monotonic() + PIECE_S
         while True:
             after = self._last[0] if self._last else None
             records = await store.steps(after=after, limit=PAGE)
             for record in records:
-                self._add(record)
+                self._add_record(record)
 
             if len(records) < PAGE:
                 return False
-            if time.monotonic() > ends:
+            if time.monotonic() > deadline:
                 return True
 
-    def _add(self, record: StepRecord) -> None:
+    def _add_record(self, record: StepRecord) -> None:
         progress = _mapping(record.record.get("progress"))
         if self._last is None:
             self._add_row(0, None, progress.get("before"))
@@ -120,8 +123,8 @@ class StoreReader:
         self._last = record.step, record.committed_at
 
     def _add_row(self, step: int, at: float | None, metrics: object) -> None:
-        """Leaves out values that are not numbers, because any program may have written the
-        record."""
+        """Adds a row of metrics without the values that are not numbers: any program may have
+        written the record."""
         numbers = {
             str(name): None if value is None else float(value)
             for name, value in _mapping(metrics).items()
@@ -132,7 +135,8 @@ class StoreReader:
 
 
 async def _state(store: Store) -> State:
-    """A store does not say whether its run has ended, so the state is running or unknown."""
+    """The state of the run: running if a call is running, else unknown. A store does not record the
+    end of its run."""
     async for _ in store.calls(state="running", limit=1):
         return "running"
     return "unknown"

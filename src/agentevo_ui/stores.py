@@ -1,5 +1,5 @@
-"""The stores of the shown runs. Each is opened once, for all pages, and closed after some time
-without a request. They are opened for reading only, which every backend enforces."""
+"""The stores of the shown runs. A store is opened once for all pages, read-only, and closed after
+IDLE_S without a request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentevo.runtime.event_loop import in_thread
 from agentevo.store import Store
 
 CALL_S = 10.0
-"""The deadline of each call in seconds. If a page takes longer, it says so."""
+"""The deadline of each call, in seconds. After it, the page shows an error."""
 OPENING_S = 5.0
 IDLE_S = 60.0
 
@@ -24,17 +24,17 @@ class _OpenedStore:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.used_at = time.monotonic()
-        self.users = 0
+        self.num_users = 0
 
 
 class Stores:
-    """The opened stores of a dashboard. They belong to the dashboard's event loop."""
+    """The open stores of a dashboard. Used only from the dashboard's event loop."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
         self._opened: dict[str, _OpenedStore] = {}
         self._locks: dict[str, asyncio.Lock] = {}
-        self._sweeping: asyncio.Task[None] | None = None
+        self._sweep_task: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def reading(self, source: RunSource) -> AsyncIterator[Store]:
@@ -55,15 +55,15 @@ class Stores:
                 )
                 opened = self._opened[url] = _OpenedStore(store)
 
-            opened.users += 1
+            opened.num_users += 1
 
-        if self._sweeping is None:
-            self._sweeping = asyncio.ensure_future(self._sweep())
+        if self._sweep_task is None:
+            self._sweep_task = asyncio.ensure_future(self._sweep())
 
         try:
             yield opened.store
         finally:
-            opened.users -= 1
+            opened.num_users -= 1
             opened.used_at = time.monotonic()
 
     async def _sweep(self) -> None:
@@ -71,15 +71,15 @@ class Stores:
         while True:
             await asyncio.sleep(IDLE_S / 4)
             for url, opened in list(self._opened.items()):
-                if not opened.users and time.monotonic() - opened.used_at > IDLE_S:
+                if not opened.num_users and time.monotonic() - opened.used_at > IDLE_S:
                     del self._opened[url]
                     with suppress(AgentEvoError, OSError):
                         await opened.store.close()
 
     async def close(self) -> None:
         """Closes all stores."""
-        if self._sweeping is not None:
-            self._sweeping.cancel()
+        if self._sweep_task is not None:
+            self._sweep_task.cancel()
         for opened in self._opened.values():
             with suppress(AgentEvoError, OSError):
                 await opened.store.close()

@@ -12,8 +12,8 @@ from agentevo_ui.index.columns import STATUSES
 from agentevo_ui.index.reader import IndexReader
 
 PAGE = 50
-MORE = 1e-9
-"""How much a completed attempt changes a task's place among equal ones."""
+TIE_BREAK = 1e-9
+"""The change of a task's sort key per completed attempt. It orders tasks with equal means."""
 ORDERS = {
     "played": "most attempts",
     "hardest": "least success",
@@ -31,16 +31,17 @@ class TaskRow(NamedTuple):
     difficulty: str
     num_attempts: int
     num_failed: int
-    """The number of attempts that failed or were cancelled. They are in neither mean."""
+    """The number of attempts that failed or were cancelled. `success` and `reward` do not count
+    them."""
     success: float | None
     """The share of the completed attempts that succeeded."""
     reward: float | None
     last_step: int
-    """The step for which it was last attempted."""
+    """The step for which the task was last attempted."""
 
 
 class TalliedTasks(NamedTuple):
-    """A page of the list."""
+    """A page of the list of tasks, and counts of all tasks in the list."""
 
     rows: list[TaskRow]
     total: int
@@ -58,10 +59,10 @@ def ledger(reader: IndexReader) -> list[tuple[str, list[tuple[str, int]]]]:
     table = reader.columns()
     width = len(TRAJECTORY_STATES)
 
-    # A word that this version does not know has the number -1, and is left out.
+    # A split or state that this version does not know has the number -1, and is left out.
     is_known = table["alive"] & (table["split"] >= 0) & (table["state"] >= 0)
-    places = table["split"][is_known].astype(np.int64) * width + table["state"][is_known]
-    counts = np.bincount(places, minlength=width * len(SPLITS)).reshape(len(SPLITS), width)
+    cells = table["split"][is_known].astype(np.int64) * width + table["state"][is_known]
+    counts = np.bincount(cells, minlength=width * len(SPLITS)).reshape(len(SPLITS), width)
     return [
         (split, [(state, int(n)) for state, n in zip(TRAJECTORY_STATES, row, strict=True)])
         for split, row in zip(SPLITS, counts, strict=True)
@@ -72,7 +73,8 @@ def ledger(reader: IndexReader) -> list[tuple[str, list[tuple[str, int]]]]:
 def tasks(
     reader: IndexReader, *, split: str, text: str = "", order: str = "played", page: int = 0
 ) -> TalliedTasks:
-    """The tasks with an attempt of that split, whose id contains `text`. Raises IndexAway."""
+    """A page of the tasks with an attempt in `split` and with `text` in their id. Raises
+    IndexUnavailableError."""
     table = reader.columns()
     chosen = table["alive"] & (table["split"] == SPLITS.index(split))
     done = chosen & (table["status"] == STATUSES.index("completed"))
@@ -89,29 +91,31 @@ def tasks(
             "SELECT number FROM tasks WHERE instr(lower(id), lower(?)) > 0", (text,)
         )
         has_text = np.zeros(size, dtype=bool)
-        some = np.fromiter((row[0] for row in numbers), dtype=np.int64, count=len(numbers))
-        has_text[some[some < size]] = True
+        numbers_with_text = np.fromiter(
+            (row[0] for row in numbers), dtype=np.int64, count=len(numbers)
+        )
+        has_text[numbers_with_text[numbers_with_text < size]] = True
         is_selected &= has_text
 
     with np.errstate(invalid="ignore", divide="ignore"):
         share = wins / completed
         mean = rewards / completed
 
-    often = is_selected & (completed > 1)
-    keys = _keys(order, attempts, completed, share, mean)
-    places = np.flatnonzero(is_selected)
-    shown = _page(places, keys[places], page)
+    has_several = is_selected & (completed > 1)
+    keys = _sort_keys(order, attempts, completed, share, mean)
+    task_numbers = np.flatnonzero(is_selected)
+    shown = _page(task_numbers, keys[task_numbers], page)
 
     return TalliedTasks(
         _rows(reader, table, chosen, shown, attempts, completed, share, mean),
-        len(places),
-        int(np.count_nonzero(often & (wins == completed))),
-        int(np.count_nonzero(often & (wins == 0))),
+        len(task_numbers),
+        int(np.count_nonzero(has_several & (wins == completed))),
+        int(np.count_nonzero(has_several & (wins == 0))),
         int(np.count_nonzero(is_selected & (completed == 0))),
     )
 
 
-def _keys(
+def _sort_keys(
     order: str, attempts: np.ndarray, completed: np.ndarray, share: np.ndarray, mean: np.ndarray
 ) -> np.ndarray:
     """The sort keys: the smallest comes first. Among equal keys, the task with more completed
@@ -121,19 +125,19 @@ def _keys(
     if order == "played":
         return -attempts.astype(np.float64)
     values = {"hardest": share, "easiest": -share, "worst": mean}[order]
-    values = values - MORE * completed
+    values = values - TIE_BREAK * completed
     return np.where(np.isnan(values), np.inf, values)
 
 
-def _page(places: np.ndarray, keys: np.ndarray, page: int) -> np.ndarray:
-    """The places of a page. Equal ones are in the order of their numbers."""
+def _page(task_numbers: np.ndarray, keys: np.ndarray, page: int) -> np.ndarray:
+    """The task numbers of a page. Tasks with equal keys are in the order of their numbers."""
     end = (page + 1) * PAGE
-    if len(places) > end:  # avoids sorting a million tasks for the first fifty
-        near = keys <= np.partition(keys, end)[end]
-        places = places[near]
-        keys = keys[near]
+    if len(task_numbers) > end:  # avoids sorting a million tasks for the first fifty
+        may_be_shown = keys <= np.partition(keys, end)[end]
+        task_numbers = task_numbers[may_be_shown]
+        keys = keys[may_be_shown]
     order = np.argsort(keys, kind="stable")
-    return places[order][page * PAGE : end]
+    return task_numbers[order][page * PAGE : end]
 
 
 def _rows(
@@ -147,8 +151,10 @@ def _rows(
     mean: np.ndarray,
 ) -> list[TaskRow]:
     numbers = [int(number) for number in shown]
-    marks = ", ".join("?" * len(numbers))
-    names = dict(reader.ask(f"SELECT number, id FROM tasks WHERE number IN ({marks})", numbers))
+    placeholders = ", ".join("?" * len(numbers))
+    names = dict(
+        reader.ask(f"SELECT number, id FROM tasks WHERE number IN ({placeholders})", numbers)
+    )
     words = reader.words_by_number()
     is_shown = np.zeros(len(attempts), dtype=bool)
     is_shown[shown] = True
@@ -160,7 +166,7 @@ def _rows(
     word_numbers = {}
     for name in ("kind", "difficulty"):
         word_numbers[name] = np.zeros(len(attempts), dtype=np.int64)
-        has_word = table[name][row_places] > 0  # 0: its turns are not read yet
+        has_word = table[name][row_places] > 0  # 0: the attempt's turns are not read yet
         word_numbers[name][task[has_word]] = table[name][row_places][has_word]
 
     return [

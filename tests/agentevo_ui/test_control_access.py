@@ -152,8 +152,8 @@ def test_only_forms_are_read(kind: str, lake: Path) -> None:
 def test_a_body_that_is_too_large_broken_or_never_ends_is_refused(
     lake: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forms, "BODY_S", 0.2)
-    plain = ORIGIN | {"content-type": forms.KIND}
+    monkeypatch.setattr(forms, "BODY_TIMEOUT_S", 0.2)
+    plain = ORIGIN | {"content-type": forms.CONTENT_TYPE}
 
     async def endless() -> AsyncIterator[bytes]:
         yield b"form="

@@ -18,7 +18,7 @@ from dashboard_visitor import dashboard
 from folder_bytes import contents
 
 from agentevo.runtime.event_loop import run_coroutine
-from agentevo_ui.forms import KIND
+from agentevo_ui.forms import CONTENT_TYPE
 
 pytestmark = pytest.mark.soak
 
@@ -55,7 +55,7 @@ def page_with_forms(page: dict[str, Any], token: str) -> dict[str, Any]:
             }
             fields["form"] = {"enum": [token]}
             form = {"type": "object", "properties": fields, "required": ["form", *FIELDS[path]]}
-            methods["post"]["requestBody"] = {"content": {KIND: {"schema": form}}}
+            methods["post"]["requestBody"] = {"content": {CONTENT_TYPE: {"schema": form}}}
 
     return page
 

@@ -215,7 +215,7 @@ def test_a_dry_run_refuses_damaged_weights_as_the_run_does(
 def test_a_dry_run_says_where_it_did_not_compare_large_weights(agentevo, monkeypatch, saved_tiny):
     checkpoint_manifest.seal(saved_tiny, 3, None)
     size = (saved_tiny / "model.safetensors").stat().st_size
-    monkeypatch.setattr("agentevo.models.files.weight_files.QUICK_BYTES", size)
+    monkeypatch.setattr("agentevo.models.files.weight_files.MAX_HASHED_BYTES", size)
     words = ["train", "plain.yaml", f"model.name={saved_tiny}", "--dry-run"]
     damage(saved_tiny / "model.safetensors", "a bit")
     code, _, err = agentevo(*words)

@@ -9,13 +9,13 @@ import pytest
 
 from agentevo.config import build_config, to_yaml
 from agentevo.errors import ConfigError, MissingExtraError
-from agentevo.runs.orchestration.tracking import check_tracking, chosen
+from agentevo.runs.orchestration.tracking import check_tracking, chosen_trackers
 
 TREE = {"environment": {"type": "coins"}}
 
 
 def names(*overrides: str) -> list[str]:
-    return [one.name for one in chosen(build_config(TREE, overrides))]
+    return [one.name for one in chosen_trackers(build_config(TREE, overrides))]
 
 
 def test_verls_list_is_taken_as_it_is() -> None:

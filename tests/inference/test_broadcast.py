@@ -339,7 +339,7 @@ def test_a_newer_version_is_asked_for_in_place_of_the_one_before(folder, sender,
     with pytest.raises(WeightsNotSentError):
         source.read(1)
 
-    before = source._asked
+    before = source._request
     asyncio.run(sender.publish(2))
     with waiting(source) as coming:
         (found,) = looked_after(sender, *coming)

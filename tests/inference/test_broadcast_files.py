@@ -79,7 +79,7 @@ def test_an_answer_that_is_torn_or_for_other_weights_is_not_followed(folder, sen
     whole |= {"first_rank": 1, "world": 2}
     for forged in ({"round": "../../x"}, {"backend": "mpi"}, {"first_rank": 2}, {"world": 10**6}):
         answer = json.dumps(whole | forged)
-        (folder / "answers" / f"{source._asked.id}.json").write_text(answer)
+        (folder / "answers" / f"{source._request.id}.json").write_text(answer)
         with pytest.raises(EngineError, match="it is torn, or another program"):
             source.read(1, sha256=latest.sha256)
 

@@ -202,7 +202,7 @@ def test_without_a_file_descriptor_left_it_lets_strangers_go_and_goes_on(tmp_pat
 
 
 def test_a_body_is_bounded_in_length_and_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "BODY_S", 0.2)
+    monkeypatch.setattr(server, "BODY_TIMEOUT_S", 0.2)
 
     async def work():
         async with a_door(tmp_path) as door:

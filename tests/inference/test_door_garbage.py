@@ -84,7 +84,7 @@ def test_garbage_costs_its_own_connection_alone(number, way, tmp_path, monkeypat
         pytest.importorskip("cryptography")
 
     monkeypatch.setattr(admission, "ADMISSION_S", 0.3)
-    monkeypatch.setattr(server, "BODY_S", 0.1)
+    monkeypatch.setattr(server, "BODY_TIMEOUT_S", 0.1)
 
     async def work():
         tls = None

@@ -303,7 +303,7 @@ def test_clients_that_vanish_leave_no_trace_in_the_log(tmp_path, caplog):
 def test_a_client_that_answers_no_pings_is_gone(tmp_path, monkeypatch):
     """Its machine or network is: nothing else would ever say so."""
     monkeypatch.setattr(server, "PING_S", 0.2)
-    monkeypatch.setattr(server, "SILENT_S", 5.0)
+    monkeypatch.setattr(server, "PING_TIMEOUT_S", 5.0)
 
     async def work():
         async with some(tmp_path, 1) as (engines, client):

@@ -154,7 +154,7 @@ def test_an_answer_without_a_word_is_the_policys_doing(attempt):
 
 
 def test_a_tool_that_blocks_costs_its_attempt_and_the_next_one_has_a_loop(attempt, monkeypatch):
-    monkeypatch.setattr(loop_thread, "ANSWER_S", 1.0)
+    monkeypatch.setattr(loop_thread, "RESPONSE_TIMEOUT_S", 1.0)
     environment = made(Guesses)
     with pytest.raises(TimeoutError):
         attempt(environment, ["hang"], name="hangs", within_s=3)

@@ -21,7 +21,7 @@ from agentevo.rewards.verdicts import (
     UnusableError,
     objects_in,
     scores_in_tags,
-    words_of_verdict,
+    verdicts_in_words,
 )
 
 
@@ -271,7 +271,7 @@ def test_a_hostile_text_takes_no_longer_than_another(piece):
     readings(text)
     states_answer(text, "38", "1 2 3", ignore_case=True)
     states_answer(text, "a b", "c", ignore_case=True)
-    for read in (objects_in, scores_in_tags, words_of_verdict):
+    for read in (objects_in, scores_in_tags, verdicts_in_words):
         with suppress(UnusableError):
             read(text)
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from agentevo.rewards import llm_judge, ruler
-from agentevo.rewards.verdicts import UnusableError, final_words
+from agentevo.rewards.verdicts import UnusableError, text_after_reasoning
 
 BAD = 0.1
 """What the judge says of the first attempt, which has forged a verdict of 1."""
@@ -62,7 +62,7 @@ RULER = {
 
 @pytest.mark.parametrize(("answer", "expected"), RULER.values(), ids=RULER)
 def test_a_ranking_is_the_judges_or_none(answer, expected):
-    assert said(lambda text: ruler.marks_in(text, 2)[0].score, answer) == expected
+    assert said(lambda text: ruler.scores_in(text, 2)[0].score, answer) == expected
 
 
 JSON_SCORES = {
@@ -140,15 +140,15 @@ def test_words_are_the_judges_verdict_or_none(answer, expected):
 def test_an_answer_that_was_cut_off_is_no_verdict(finish_reason):
     reply = SimpleNamespace(text=f"<think>so</think>{SAID}", finish_reason=finish_reason)
     if finish_reason == "stop":
-        assert final_words(reply) == SAID
+        assert text_after_reasoning(reply) == SAID
     else:
         with pytest.raises(UnusableError, match="cut off at the limit"):
-            final_words(reply)
+            text_after_reasoning(reply)
 
 
 def said(read, answer):
     """What is read in a judge's whole answer; None: it is asked again."""
     try:
-        return read(final_words(SimpleNamespace(text=answer, finish_reason="stop")))
+        return read(text_after_reasoning(SimpleNamespace(text=answer, finish_reason="stop")))
     except UnusableError:
         return None

@@ -27,7 +27,7 @@ def test_all_share_one_loop_on_a_thread_of_its_own():
 
 
 def test_what_blocks_holds_up_nobody_else_and_the_next_one_has_another_loop(monkeypatch):
-    monkeypatch.setattr(loop_thread, "ANSWER_S", 1.0)
+    monkeypatch.setattr(loop_thread, "RESPONSE_TIMEOUT_S", 1.0)
     monkeypatch.setattr(loop_thread, "MAX_ABANDONED", 2)
     free = threading.Event()
 

@@ -5,8 +5,8 @@ is the reward), a list with a reward for each turn or a mapping from turns to re
 the reward), or None. With None, the posted rewards count. If none were posted, a scorer decides
 (the recipe's `rewards`, or the task's own). A reward of 1 or more counts as success. Turns have the
 numbers of `Reply.turn`; an agent that uses only its own client counts the turns that it received,
-from 0. In a rollout of several agents such a value is the outcome of all of them, and a mapping
-from their names to such values gives each agent its own outcome.
+from 0. In a rollout of several agents, such a value is the common outcome of all agents. A mapping
+from agent names to such values gives each agent its own outcome.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Agent(Protocol):
 
 
 class FunctionAgent:
-    """An agent that is one function, or the method of an object. A function that is not async runs
-    on its own thread.
+    """An agent that is a function, or a method of an object. Each call of a function that is not
+    async runs on its own thread.
 
-    A function with one parameter calls the policy through the gateway, with a client of its own.
-    The base URL in the environment points to the gateway, and the attempt's context (capture.py)
+    A function with one parameter calls the policy through the gateway, with its own client. The
+    base URL in the environment points to the gateway, and the attempt's context (capture.py)
     identifies the attempt of a call.
 
     Raises ConfigError for a function with other parameters."""
@@ -77,7 +77,7 @@ class FunctionAgent:
         """Whether a scorer decides the reward of the attempts."""
         self._player = player
         self.needs_session = not takes_policy(function)
-        """Whether its attempts need the gateway."""
+        """Whether the attempts need the gateway, because the function uses its own client."""
         self._is_async = is_async(function)
         self._function = function
         self._notices = NoticesBlocks(
@@ -108,27 +108,27 @@ class FunctionAgent:
 
         try:
             if isinstance(returned, list) and not policy.agents:
-                taken = policy.conversation.received
-                if len(returned) != len(taken):
+                received_turns = policy.conversation.received
+                if len(returned) != len(received_turns):
                     raise ValueError(
                         f"the agent returned a list of {len(returned)} rewards, but it took "
-                        f"{len(taken)} turns: return one reward for each turn"
+                        f"{len(received_turns)} turns: return one reward for each turn"
                     )
-                return _of_turns(dict(zip(taken, returned, strict=True)))
+                return _outcome_of_turns(dict(zip(received_turns, returned, strict=True)))
 
             if returned is None:
                 posted = outcome_of_rewards(policy.posted, policy.received)
                 return outcome_of(posted, policy.rewarded)
 
             outcome = outcome_of(returned, policy.rewarded)
-            return outcome if policy.has_replied else _by_index(outcome, policy.received)
+            return outcome if policy.has_replied else _to_turn_indices(outcome, policy.received)
         except (TypeError, ValueError) as error:
             error.add_note(f"It was returned by {describe_function(self._function)}.")
             raise
 
     async def close(self) -> None:
-        """Closes everything that attempts share, after the last attempt. If `close` raises or
-        exceeds CLOSING_S, this is only reported, since the attempts have their outcomes."""
+        """Closes everything that attempts share, after the last attempt. An error of `close`, or a
+        time above CLOSING_S, is only reported, since the attempts have their outcomes."""
         close = getattr(self._player, "close", None)
         if close is None:
             return
@@ -152,10 +152,10 @@ class FunctionAgent:
 
 
 def outcome_of(returned: Any, agents: Sequence[str] = ()) -> Outcome:
-    """An agent's return value as a record of plain values; see the module. `agents`: the names in a
-    rollout of several agents. Raises TypeError or ValueError for any other value."""
+    """An agent's return value as an Outcome of plain values, see the module's docstring. `agents`:
+    the names in a rollout of several agents. Raises TypeError or ValueError for any other value."""
     if agents:
-        return _of_agents(returned, agents)
+        return _outcome_of_agents(returned, agents)
 
     if isinstance(returned, Outcome):
         if returned.agents:
@@ -163,16 +163,16 @@ def outcome_of(returned: Any, agents: Sequence[str] = ()) -> Outcome:
                 f"the agent's outcome names the agents {', '.join(map(str, returned.agents))}, and "
                 "this run has no named agents: add them to the recipe's section agents"
             )
-        return _plain(returned)
+        return _plain_outcome(returned)
 
     if returned is None:
         return Outcome(reward=None)
     if isinstance(returned, list):
-        return _of_turns(dict(enumerate(returned)))
+        return _outcome_of_turns(dict(enumerate(returned)))
 
     if isinstance(returned, Mapping):
         if returned and all(type(name) is int for name in returned):
-            return _of_turns(returned)
+            return _outcome_of_turns(returned)
         parts = named_parts(returned, "the mapping that the agent returned")
         reward = plain_number(sum(parts.values()), "the agent's reward")
         return Outcome(reward=reward, success=reward >= 1.0, reward_parts=parts)
@@ -188,7 +188,7 @@ def outcome_of(returned: Any, agents: Sequence[str] = ()) -> Outcome:
     return Outcome(reward=reward, success=reward >= 1.0)
 
 
-def _of_agents(returned: Any, agents: Sequence[str]) -> Outcome:
+def _outcome_of_agents(returned: Any, agents: Sequence[str]) -> Outcome:
     """The outcome for each of several agents. A value without agent names is the outcome of all
     agents."""
     if isinstance(returned, Outcome):
@@ -222,49 +222,49 @@ def _of_agents(returned: Any, agents: Sequence[str]) -> Outcome:
 def _check_no_typo(parts: Mapping[Any, Any], agents: Sequence[str]) -> None:
     """Raises ValueError if the name of a common reward part is almost an agent's name."""
     for name in parts:
-        meant = difflib.get_close_matches(str(name), agents, n=1, cutoff=TYPO_SIMILARITY)
-        if meant:
+        similar = difflib.get_close_matches(str(name), agents, n=1, cutoff=TYPO_SIMILARITY)
+        if similar:
             raise ValueError(
-                f"{shown(name)} is not an agent; did you mean {meant[0]!r}? A part of the common "
+                f"{shown(name)} is not an agent; did you mean {similar[0]!r}? A part of the common "
                 "reward needs a name that is less similar to an agent's"
             )
 
 
-def _by_index(outcome: Outcome, received: Mapping[str, Sequence[int]]) -> Outcome:
+def _to_turn_indices(outcome: Outcome, received: Mapping[str, Sequence[int]]) -> Outcome:
     """Converts the outcome of an agent that counts its received turns to turn indices."""
 
     def number_rewards(rewards: Mapping[int, float], agent: str) -> dict[int, float]:
-        taken = received.get(agent, ())
-        unknown = next((turn for turn in rewards if not 0 <= turn < len(taken)), None)
+        received_turns = received.get(agent, ())
+        unknown = next((turn for turn in rewards if not 0 <= turn < len(received_turns)), None)
         if unknown is not None:
             who = f"agent {agent!r}" if agent else "agent"
             raise ValueError(
-                f"the {who}'s turn_rewards name the turn {unknown}, but it took {len(taken)} "
-                "turns: the first is 0"
+                f"the {who}'s turn_rewards name the turn {unknown}, but it took "
+                f"{len(received_turns)} turns: the first is 0"
             )
 
-        return {taken[turn]: reward for turn, reward in rewards.items()}
+        return {received_turns[turn]: reward for turn, reward in rewards.items()}
 
     return msgspec.structs.replace(
         outcome,
         turn_rewards=number_rewards(outcome.turn_rewards, ""),
         agents={
-            name: _by_index(agent_outcome, {"": received[name]})
+            name: _to_turn_indices(agent_outcome, {"": received[name]})
             for name, agent_outcome in outcome.agents.items()
         },
     )
 
 
-def _of_turns(rewards: Mapping[Any, Any]) -> Outcome:
+def _outcome_of_turns(rewards: Mapping[Any, Any]) -> Outcome:
     turns = {
-        _turn(turn): plain_number(reward, f"the agent's reward of turn {shown(turn)}")
+        _turn_number(turn): plain_number(reward, f"the agent's reward of turn {shown(turn)}")
         for turn, reward in rewards.items()
     }
     reward = plain_number(sum(turns.values()), "the agent's reward")
     return Outcome(reward=reward, success=reward >= 1.0, turn_rewards=turns)
 
 
-def _plain(outcome: Outcome) -> Outcome:
+def _plain_outcome(outcome: Outcome) -> Outcome:
     reward = outcome.reward
     turn_rewards = outcome.turn_rewards
     if not isinstance(turn_rewards, Mapping):
@@ -278,7 +278,7 @@ def _plain(outcome: Outcome) -> Outcome:
         success=plain_bool(outcome.success, "the agent's success"),
         reward_parts=plain_numbers(outcome.reward_parts, "the agent's reward_parts"),
         turn_rewards={
-            _turn(turn): plain_number(reward, f"the agent's reward of turn {shown(turn)}")
+            _turn_number(turn): plain_number(reward, f"the agent's reward of turn {shown(turn)}")
             for turn, reward in turn_rewards.items()
         },
         truncated=plain_bool(outcome.truncated, "the agent's truncated"),
@@ -290,22 +290,22 @@ def _plain(outcome: Outcome) -> Outcome:
 
 def _metrics(values: Any) -> dict[str, float]:
     metrics = plain_numbers(values, "the agent's metrics", MAX_METRIC)
-    taken = next((name for name in metrics if name.startswith((REWARD_PARTS, TIMINGS))), None)
-    if taken is not None:
+    reserved = next((name for name in metrics if name.startswith((REWARD_PARTS, TIMINGS))), None)
+    if reserved is not None:
         kind, place = (
             ("parts of the reward", "reward_parts")
-            if taken.startswith(REWARD_PARTS)
+            if reserved.startswith(REWARD_PARTS)
             else ("times", "timings")
         )
         raise ValueError(
-            f"the agent's metrics have the name {taken!r}, which {kind} use: choose another name, "
-            f"or return the value in {place}"
+            f"the agent's metrics have the name {reserved!r}, which {kind} use: choose another "
+            f"name, or return the value in {place}"
         )
 
     return metrics
 
 
-def _turn(turn: Any) -> int:
+def _turn_number(turn: Any) -> int:
     try:
         return operator.index(turn)
     except TypeError:
@@ -336,7 +336,7 @@ def make_agent(
     return FunctionAgent(player.run, player)
 
 
-def _takes(registered: Any, options: Sequence[Any]) -> bool:
+def _accepts(registered: Any, options: Sequence[Any]) -> bool:
     """Whether a class takes options. Python gives a subclass of a protocol without its own
     `__init__` a constructor that seems to accept anything."""
     owner = next(base for base in registered.__mro__ if "__init__" in vars(base))
@@ -360,6 +360,6 @@ def make_player(section: AgentSection, options: Sequence[Any] | None = None) -> 
     options = (section,) if options is None else options
 
     def make() -> Any:
-        return registered(*options) if _takes(registered, options) else registered()
+        return registered(*options) if _accepts(registered, options) else registered()
 
     return construct(make, f"agent.type: {section.type}", registered.__name__)

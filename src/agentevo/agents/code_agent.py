@@ -44,9 +44,9 @@ from agentevo.types import Message, Outcome, Task, ToolCall
 ENDS = ("answer", "turns", "tokens", "context")
 """How an attempt can end: with the final answer, or by a limit."""
 _BLOCK = re.compile(r"```(?:python|py)[ \t]*\n(.*?)(?:\n[ \t]*)?```", re.DOTALL | re.IGNORECASE)
-_OPENED = re.compile(r"```(?:python|py)[ \t]*(?:\n|\Z)", re.IGNORECASE)
+_OPEN_BLOCK = re.compile(r"```(?:python|py)[ \t]*(?:\n|\Z)", re.IGNORECASE)
 _NO_ANSWER = "Write code, or give the final answer as <answer>...</answer>."
-_NOT_CLOSED = "Error: the block of code is not closed: end it with ```"
+_UNCLOSED = "Error: the block of code is not closed: end it with ```"
 RULES = """Solve the task by writing Python code. Put it into a block:
 ```python
 print(6 * 7)
@@ -57,15 +57,15 @@ _FUNCTIONS = "The code may call these functions:"
 
 
 def read_code(text: str) -> str | None:
-    """The blocks of code of a reply, joined in their order; None if it has none. An unclosed block
-    does not count, see `is_unfinished`."""
+    """The blocks of code of a reply, joined in their order. None if the reply has no block. An
+    unclosed block does not count, see `is_unfinished`."""
     blocks = _BLOCK.findall(text)
     return "\n".join(blocks) if blocks else None
 
 
 def is_unfinished(text: str) -> bool:
     """Whether the reply ends within a block of code."""
-    return _OPENED.search(_BLOCK.sub("", text)) is not None
+    return _OPEN_BLOCK.search(_BLOCK.sub("", text)) is not None
 
 
 def rules_of(section: CodeAgentSection) -> str:
@@ -76,10 +76,10 @@ def rules_of(section: CodeAgentSection) -> str:
 def system_message(
     section: CodeAgentSection, schemas: Sequence[Mapping[str, Any]], rules: str | None = None
 ) -> str:
-    """The instructions before the task: how to write code, and the available functions. `schemas`
-    are those of the agent's tools. `rules` replaces `rules_of`."""
+    """The instructions before the task: how to write code, and the available functions. `schemas`:
+    the schemas of the agent's tools; `rules`: replaces the rules of `rules_of`."""
     rules = rules_of(section) if rules is None else rules
-    functions = [_describe(function) for function in _functions_of(schemas)]
+    functions = [_describe(function) for function in _name_functions(schemas)]
     return "\n".join([rules, _FUNCTIONS, *functions]) if functions else rules
 
 
@@ -97,7 +97,7 @@ class _CodeProgress:
 
 @agents.register("code_agent")
 class CodeAgent:
-    """See the module. All attempts of a process share one object."""
+    """An agent whose actions are Python code. All attempts of a process share one object."""
 
     Config = CodeAgentSection
 
@@ -124,11 +124,13 @@ class CodeAgent:
             with policy.waiting():
                 seed = derive_seed(task.seed, "tools", policy.name)
                 tools = await stack.enter_async_context(self._toolbox.open(task, seed))
-                functions = _functions(tools, progress)
+                functions = _sandbox_functions(tools, progress)
                 sandbox = await stack.enter_async_context(self._sandboxes.open(functions))
                 await files.put(sandbox)
 
-            messages = with_system(self._opening(task, policy, tools, files), tools.instructions)
+            messages = with_system(
+                self._first_messages(task, policy, tools, files), tools.instructions
+            )
             interpreter = _AgentInterpreter(sandbox, files, self._section.max_output_chars)
             history = History(messages, self._section.context)
             end = await self._play(history, policy, interpreter, progress)
@@ -153,10 +155,10 @@ class CodeAgent:
             ends=ENDS,
         )
 
-    def _opening(
+    def _first_messages(
         self, task: Task, policy: Policy, tools: AttemptTools, files: AttemptFiles
     ) -> list[Message]:
-        """The conversation before the first reply, without the servers' texts about their tools."""
+        """The conversation before the first reply, without the tools' instructions."""
         rules = policy.texts.text("system", rules_of(self._section))
         schemas = policy.texts.of_tools(tools.schemas)
         parts = [system_message(self._section, schemas, rules), files.announcement]
@@ -166,7 +168,11 @@ class CodeAgent:
         return with_examples(chat, policy.texts)
 
     async def _play(
-        self, history: History, policy: Policy, python: _AgentInterpreter, progress: _CodeProgress
+        self,
+        history: History,
+        policy: Policy,
+        interpreter: _AgentInterpreter,
+        progress: _CodeProgress,
     ) -> str:
         """Plays until the attempt ends. Returns how it ended, as one of ENDS."""
         section = self._section
@@ -184,22 +190,22 @@ class CodeAgent:
 
             text = reply.answer
             code = read_code(text)
-            unfinished = is_unfinished(text)
-            if code is None and not unfinished and self._is_final(text):
+            is_open = is_unfinished(text)
+            if code is None and not is_open and self._is_final(text):
                 return "answer"
             if section.max_tokens is not None and num_tokens >= section.max_tokens:
                 return "tokens"
 
             if code is None:
-                observation = _NOT_CLOSED if unfinished else _NO_ANSWER
-                failed = unfinished
+                observation = _UNCLOSED if is_open else _NO_ANSWER
+                has_failed = is_open
             else:
-                observation, failed = await python.ran(code)
+                observation, has_failed = await interpreter.run(code)
                 progress.num_blocks += 1
 
-            progress.num_failed += failed
+            progress.num_failed += has_failed
             progress.turn_rewards[reply.turn] += progress.earned
-            progress.turn_rewards[reply.turn] -= section.code_penalty if failed else 0.0
+            progress.turn_rewards[reply.turn] -= section.code_penalty if has_failed else 0.0
             progress.total_earned += progress.earned
             progress.earned = 0.0
 
@@ -221,16 +227,16 @@ class _AgentInterpreter:
     files: AttemptFiles
     max_output_chars: int
 
-    async def ran(self, code: str) -> tuple[str, bool]:
-        """The output for the policy, and whether the code failed."""
+    async def run(self, code: str) -> tuple[str, bool]:
+        """Runs the code. Returns the output for the policy, and whether the code failed."""
         async with record_call("tool", "python") as call:
             call.keep(code=code)
-            is_new = await self.files.put(self.sandbox)  # needed again after a sandbox was lost
+            is_new = await self.files.put(self.sandbox)  # a new sandbox has no files yet
             execution = await self.sandbox.run(code)
             if is_new:
                 execution = msgspec.structs.replace(execution, is_new=True)
 
-            text = shorten_text(_written(execution), self.max_output_chars)
+            text = shorten_text(_format_output(execution), self.max_output_chars)
             call.keep(output=text)
             if execution.error is not None:
                 call.outcome("failed", f"{execution.error.type}: {execution.error.message}")
@@ -242,7 +248,7 @@ class _AgentInterpreter:
         return text, execution.error is not None
 
 
-def _written(execution: Execution) -> str:
+def _format_output(execution: Execution) -> str:
     """The output of a block of code, for the policy."""
     parts = [execution.stdout.rstrip("\n"), execution.stderr.rstrip("\n"), execution.value or ""]
     error = execution.error
@@ -257,15 +263,15 @@ def _written(execution: Execution) -> str:
     return "Output:\n" + ("\n".join(part for part in parts if part) or "(nothing was printed)")
 
 
-def _functions(tools: AttemptTools, progress: _CodeProgress) -> dict[str, SandboxTool]:
-    """The tools as functions for the code, under names that are valid in Python."""
+def _sandbox_functions(tools: AttemptTools, progress: _CodeProgress) -> dict[str, SandboxTool]:
+    """The tools as callable functions of the sandbox."""
     functions = {}
-    for function in _functions_of(tools.schemas):
+    for function in _name_functions(tools.schemas):
         functions[function.name] = SandboxTool(
             name=function.name,
             parameters=function.parameters,
             description=function.description,
-            call=_caller(tools, function.tool, progress),
+            call=_make_call(tools, function.tool, progress),
         )
 
     return functions
@@ -278,8 +284,8 @@ class _AgentFunction(NamedTuple):
     description: str
 
 
-def _functions_of(schemas: Sequence[Mapping[str, Any]]) -> list[_AgentFunction]:
-    """The tools as functions for the code, each under a unique name that is valid in Python."""
+def _name_functions(schemas: Sequence[Mapping[str, Any]]) -> list[_AgentFunction]:
+    """The tools as functions with unique names that are valid in Python."""
     functions: dict[str, _AgentFunction] = {}
     for schema in schemas:
         function = schema["function"]
@@ -306,7 +312,7 @@ def _python_name(name: str) -> str:
     return f"{name}_" if keyword.iskeyword(name) else name
 
 
-def _caller(tools: AttemptTools, name: str, progress: _CodeProgress) -> Any:
+def _make_call(tools: AttemptTools, name: str, progress: _CodeProgress) -> Any:
     async def call(arguments: dict[str, Any]) -> Any:
         (result,) = await tools.call([ToolCall(name, json.dumps(arguments))])
         progress.earned += result.reward
@@ -322,5 +328,5 @@ def _caller(tools: AttemptTools, name: str, progress: _CodeProgress) -> Any:
 
 
 def _describe(function: _AgentFunction) -> str:
-    about = " ".join(function.description.split())
-    return f"- {function.name}({', '.join(function.parameters)}): {about}".rstrip(": ")
+    description = " ".join(function.description.split())
+    return f"- {function.name}({', '.join(function.parameters)}): {description}".rstrip(": ")

@@ -1,12 +1,12 @@
 """An agent that is a program, in any language: one process for each attempt.
 
-Its environment variables (`variables`) have the policy's URL, the task and the URL for rewards. It
-gives its reward by posting to AGENTEVO_REWARD_URL, or with the last line of its stdout
-(posted_rewards.py). An exit code other than 0 fails the attempt, with the end of stderr as the
-reason. The last 64 KB of stdout and stderr are attributes of the call `process` among the attempt's
-calls: They are recorded whatever the outcome, and stored with the trajectory.
+The program's environment variables (`variables`) contain the policy's URL, the task and the URL for
+rewards. The program posts its reward to AGENTEVO_REWARD_URL, or prints it as the last line of
+stdout (posted_rewards.py). An exit code other than 0 fails the attempt, with the end of stderr as
+the reason. The trajectory's call `process` records the last 64 KB of stdout and stderr for any
+outcome.
 
-All processes that it started end with the attempt (process_tree.py).
+All processes that the program started end with the attempt (process_tree.py).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from agentevo.runtime.daemon_threads import run_in_thread
 from agentevo.runtime.trace_header import traceparent
 from agentevo.types import Outcome, Task
 
-LARGEST_TASK = 64 * 2**10
-"""The maximum bytes of a task or of texts in an environment variable; larger ones are in a file."""
-SHOWN = 1500
+MAX_VARIABLE_BYTES = 64 * 2**10
+"""The maximum bytes of a task or of texts in an environment variable. Larger ones are in a file."""
+MAX_STDERR_CHARS = 1500
 """The number of characters of stderr in the reason of a failure."""
 _ERROR = re.compile(r"(?:Uncaught )?[\w.]*(?:Error|Exception)\b[^\n]*")
 """The start of a line that names an exception, as Python, Node and the JVM write it."""
 ENDING_S = GRACE_S + KILLING_S + 1.0
-"""How long a cancelled attempt waits for the end of its processes. They also end if the wait is too
-short."""
+"""The time in which a cancelled attempt waits for the end of its processes. The processes also end
+after this time."""
 
 
 @agents.register("command")
@@ -56,7 +56,7 @@ class CommandAgent:
     def __init__(self, section: CommandAgentSection) -> None:
         """Raises ConfigError for a program that does not exist."""
         self._section = section
-        self._words = shlex.join(section.command)
+        self._command_line = shlex.join(section.command)
 
         self._cwd = section.cwd
         if self._cwd is not None and not self._cwd.is_dir():
@@ -72,26 +72,26 @@ class CommandAgent:
                 + ("" if is_path else " on the PATH")
             )
 
-        self._at_once = asyncio.Semaphore(section.max_processes or 4 * (os.cpu_count() or 1))
+        self._slots = asyncio.Semaphore(section.max_processes or 4 * (os.cpu_count() or 1))
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
         """See Agent.run. Raises CommandFailedError and NoCallError."""
         with policy.waiting():
-            await self._at_once.acquire()
+            await self._slots.acquire()
 
         try:
             session = policy.session
             process = await self._run_to_end(task, policy, session)
         finally:
-            self._at_once.release()
+            self._slots.release()
 
         if process.code:
             raise CommandFailedError(self._failure(process))
 
         if not policy.was_asked:
             raise NoCallError(
-                f"{self._words} made no call to the policy, which is at {session.base_url}: let "
-                "its client take OPENAI_BASE_URL and OPENAI_API_KEY from the environment"
+                f"{self._command_line} made no call to the policy, which is at {session.base_url}: "
+                "let its client take OPENAI_BASE_URL and OPENAI_API_KEY from the environment"
             )
 
         printed = printed_reward(process.stdout, has_posted=bool(session.posted))
@@ -101,7 +101,7 @@ class CommandAgent:
     async def _run_to_end(
         self, task: Task, policy: Policy, session: AttemptSession
     ) -> EndedProcess:
-        """Runs the process to its end. On cancellation, ends it and all processes that it
+        """Runs the program to its end. On cancellation, ends the program and all processes that it
         started."""
         with (
             policy.call("process", Path(self._section.command[0]).name) as call,
@@ -110,7 +110,7 @@ class CommandAgent:
             tree = ProcessTree(
                 self._section.command,
                 cwd=self._cwd,
-                environment=_with_contract(os.environ | self._section.env, attempt_variables),
+                environment=_with_changes(os.environ | self._section.env, attempt_variables),
                 mark="AGENTEVO_API_KEY",
             )
             try:
@@ -118,30 +118,34 @@ class CommandAgent:
                 call.note(exit_code=process.code)
                 return process
             except OSError as error:
-                raise CommandFailedError(f"{self._words} can't be started: {error}") from error
+                raise CommandFailedError(
+                    f"{self._command_line} can't be started: {error}"
+                ) from error
             finally:
                 tree.stop()
-                until = time.monotonic() + ENDING_S
-                while not tree.ended.is_set() and time.monotonic() < until:
+                deadline = time.monotonic() + ENDING_S
+                while not tree.ended.is_set() and time.monotonic() < deadline:
                     await asyncio.sleep(0.01)
                 call.keep(stdout=tree.written("stdout"), stderr=tree.written("stderr"))
 
     def _failure(self, process: EndedProcess) -> str:
-        how = f"ended with exit code {process.code}"
+        ending = f"ended with exit code {process.code}"
         if process.code < 0:
             number = -process.code
             is_known = number in set(signal.Signals)
-            how = f"was ended by {signal.Signals(number).name if is_known else f'signal {number}'}"
+            ending = (
+                f"was ended by {signal.Signals(number).name if is_known else f'signal {number}'}"
+            )
 
         stderr = process.stderr.rstrip()
-        detail = f"\n{stderr[-SHOWN:]}" if "\n" in stderr else ""
-        return f"{self._words} {how}: {_reason(stderr)}{detail}"
+        detail = f"\n{stderr[-MAX_STDERR_CHARS:]}" if "\n" in stderr else ""
+        return f"{self._command_line} {ending}: {_reason(stderr)}{detail}"
 
 
 def _reason(stderr: str) -> str:
-    """The line with the reason of a program's end: the last line that names an error (Node writes
-    its stack and version after it), or the last line."""
-    lines = stderr.splitlines() or ["it wrote nothing to stderr"]
+    """The line with the reason of a program's failure: the last line that names an error, else the
+    last line. Node, for example, writes its stack and version after the error."""
+    lines = stderr.splitlines() or ["stderr is empty"]
     return next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1])
 
 
@@ -152,9 +156,9 @@ def variables(
     trace: str | None = None,
     texts: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[dict[str, str | None]]:
-    """The environment of an attempt's process, in addition to that of this process; None removes a
-    variable. `trace`: the trace context in OpenTelemetry's environment variables. `texts`: named
-    texts, as a JSON object."""
+    """The changes of this process's environment variables for an attempt's program. None removes a
+    variable. `trace`: the trace context for OpenTelemetry. `texts`: named texts, which the program
+    gets as a JSON object."""
     environment: dict[str, str | None] = client_variables(session.base, session.key) | {
         "OPENAI_BASE_URL": session.base_url,
         "OPENAI_API_BASE": session.base_url,
@@ -174,7 +178,7 @@ def variables(
 
     with tempfile.TemporaryDirectory(prefix="agentevo-task-", ignore_cleanup_errors=True) as folder:
         for name, content in contents.items():
-            if len(content) <= LARGEST_TASK:
+            if len(content) <= MAX_VARIABLE_BYTES:
                 environment[name] = content.decode()
                 continue
             path = Path(folder) / f"{name.rpartition('_')[2].lower()}.json"
@@ -184,6 +188,6 @@ def variables(
         yield environment
 
 
-def _with_contract(environment: dict[str, str], changes: dict[str, str | None]) -> dict[str, str]:
-    """`environment`, which already includes `agent.env`, updated with the contract's variables."""
+def _with_changes(environment: dict[str, str], changes: dict[str, str | None]) -> dict[str, str]:
+    """`environment`, which already includes `agent.env`, with the `changes` of `variables`."""
     return {name: value for name, value in {**environment, **changes}.items() if value is not None}

@@ -21,11 +21,12 @@ T = TypeVar("T")
 
 
 class BlockingPolicy:
-    """The policy for a function that is not async: `generate` returns the answer directly. If the
-    function runs its own event loop, coroutines await `generate` as usual."""
+    """The policy for a function that is not async. `generate` returns the answer directly.
+    Coroutines of an event loop that the function runs await `generate` as usual."""
 
     def __init__(self, policy: Policy, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Created on the sampler's event loop, unless `loop` is given; any thread can use it."""
+        """Must be created on the sampler's event loop, unless `loop` is that loop. Any thread may
+        use the object."""
         self._policy = policy
         self._loop = loop or asyncio.get_running_loop()
 
@@ -93,12 +94,12 @@ class BlockingPolicy:
         """See Policy.model."""
         return BlockingModel(self, self._policy.model(name, agent))
 
-    def _answer(self, asking: Coroutine[Any, Any, Any]) -> Any:
-        running = _running_loop()
-        if running is self._loop:
-            return asking
-        answer = self._on_loop(asking)
-        return answer.result() if running is None else asyncio.wrap_future(answer)
+    def _answer(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        running_loop = _running_loop()
+        if running_loop is self._loop:
+            return coroutine
+        answer = self._on_loop(coroutine)
+        return answer.result() if running_loop is None else asyncio.wrap_future(answer)
 
     def call(self, kind: str, name: str, **attributes: Attribute) -> RunningCall:
         """See Policy.call."""

@@ -5,7 +5,7 @@ in plain text.
                                         <information>[1] Canberra ...</information>
     <answer>Canberra</answer>
 
-The results are a user message, which is never trained on. A reply ends with its query.
+The results are in a user message, which is never trained on. A reply ends after its query.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _QUERY = re.compile(r"<search>(.*?)(?:</search>|\Z)", re.DOTALL)
 
 
 class SearchTags:
-    """See the module, and ToolFormat. The search calls the first tool with its first parameter."""
+    """The ToolFormat of Search-R1. A query calls the first tool with its first parameter."""
 
     tools: Tools = None
 
@@ -49,14 +49,14 @@ class SearchTags:
     async def ask(self, messages: Sequence[Message]) -> ParsedReply:
         """See ToolFormat.ask."""
         reply = await self._policy.generate(list(messages), stop=STOP)
-        _, drawn = self._policy.num_tokens(reply.turn)
+        _, num_tokens = self._policy.num_tokens(reply.turn)
 
         query = _QUERY.search(reply.answer)
-        answered = "<answer>" in reply.answer[: query.start() if query else None]
+        has_answered = "<answer>" in reply.answer[: query.start() if query else None]
         calls = []
-        if query is not None and not answered:
+        if query is not None and not has_answered:
             calls = [ToolCall(self._name, json.dumps({self._parameter: query[1].strip()}))]
-        return ParsedReply(reply, reply.message, calls, [], drawn)
+        return ParsedReply(reply, reply.message, calls, [], num_tokens)
 
     def answers(self, parsed: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
         """See ToolFormat.answers."""

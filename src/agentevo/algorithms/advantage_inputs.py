@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from agentevo.algorithms.blocks import block_rows, row_blocks, row_lengths
-from agentevo.algorithms.group_relative import BOUND, Members
+from agentevo.algorithms.group_relative import MAX_MAGNITUDE, Members
 from agentevo.algorithms.lazy_torch import torch
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Inputs:
     """The checked inputs of an advantage: S rows of T tokens in N trajectories, without gradients.
 
     Tables [S, T] are the caller's: finite at trained tokens, and anything elsewhere. All other
-    floats are float64 and within +-BOUND.
+    floats are float64 and within +-MAX_MAGNITUDE.
     """
 
     mask: Tensor
@@ -220,7 +220,7 @@ def _finite(name: str, values: Tensor, mask: Tensor, first: int = 0) -> Tensor:
             "it out or mend its source"
         )
 
-    return finite.clamp_(-BOUND, BOUND) if values.dtype == torch.float64 else finite
+    return finite.clamp_(-MAX_MAGNITUDE, MAX_MAGNITUDE) if values.dtype == torch.float64 else finite
 
 
 def _row_sums(name: str, table: Tensor, trained: Tensor) -> Tensor:
@@ -300,7 +300,9 @@ def _weights(
             )
         weights = [weights[name] for name in parts]
 
-    if len(weights) != len(parts) or not all(-BOUND <= weight <= BOUND for weight in weights):
+    if len(weights) != len(parts) or not all(
+        -MAX_MAGNITUDE <= weight <= MAX_MAGNITUDE for weight in weights
+    ):
         raise ValueError(
             f"reward_weights is {list(weights)}: give {len(parts)} finite numbers, one per reward"
         )

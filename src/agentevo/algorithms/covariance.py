@@ -1,13 +1,13 @@
-"""Losses that treat the few tokens whose log-prob and advantage vary together most: training on
-them collapses entropy.
+"""Losses that protect entropy: they exclude or restrain the few tokens with the largest covariance
+of log-prob and advantage, because training on these tokens collapses entropy.
 
-cov_t = (A_t - mean A) (logp_t - mean logp), means over all N trained tokens. The max(1,
-floor(fraction N)) candidates of largest cov are chosen, and every token that ties with the last of
-them (to 12 digits), so the choice depends neither on order nor on a random draw (Clip-Cov's paper
-draws at random among its candidates). Covariances of exactly 0, as where all advantages are equal,
-are never chosen. Means and threshold belong to the whole minibatch: `batch_statistics` takes them
-there once, and each part that receives them chooses the same tokens: the threshold is halfway to
-the largest covariance that is not chosen, because log-probs of a part are rounded differently.
+cov_t = (A_t - mean A) (logp_t - mean logp), with means over all N trained tokens. A loss chooses
+the max(1, floor(fraction N)) candidates of largest cov, and every token that ties with the smallest
+of them (to 12 digits). The choice therefore depends neither on order nor on a random draw (the
+paper of Clip-Cov draws at random among its candidates). A covariance of exactly 0 is never chosen;
+all are 0 if all advantages are equal. The means and the threshold are computed once, over the whole
+minibatch, so each part of the minibatch chooses the same tokens. Rounding differs between the parts
+and the whole, so the threshold lies halfway to the largest covariance that is not chosen.
 Covariances are float64. Source: arXiv 2505.22617.
 """
 
@@ -31,8 +31,8 @@ from agentevo.algorithms.loss_inputs import (
 
 LOSSES = EntryTable("policy loss", PolicyLossEntry)
 
-EQUAL = 1e-12
-"""Relative distance up to which covariances tie."""
+TIE_TOLERANCE = 1e-12
+"""The relative distance up to which covariances tie."""
 
 _FRACTION = Hyperparameter(
     "fraction",
@@ -60,7 +60,7 @@ def clip_cov_statistics(hyper: Mapping[str, Any]) -> StatisticsFunction:
 
 
 def kl_cov_statistics(hyper: Mapping[str, Any]) -> StatisticsFunction:
-    """The same statistics of losses that choose among all trained tokens."""
+    """The same statistics for a loss whose candidates are all trained tokens."""
     fraction = float(hyper["fraction"])
     return lambda tables: _statistics(
         tables, lambda inputs: inputs.mask, fraction, -math.inf, math.inf
@@ -92,8 +92,8 @@ def clip_cov(
     low: float,
     high: float,
 ) -> Terms:
-    """A token that PPO clips has no gradient to remove, so it is no candidate (as in the paper's
-    code)."""
+    """A token that PPO clips has no gradient to remove, so it is not a candidate (as in the
+    paper's code)."""
     loss, clipped = clip_surrogate(
         bounded_exp(inputs.log_ratio), inputs.advantages, clip_low=clip_low, clip_high=clip_high
     )
@@ -133,10 +133,10 @@ def _statistics(
         )
         for inputs in tables.cleaned_blocks()
     ]
-    trained, advantages, logp = torch.stack(sums).sum(0).tolist()
+    num_trained, advantages, logp = torch.stack(sums).sum(0).tolist()
     statistics = {
-        "mean_advantage": advantages / max(trained, 1.0),
-        "mean_logp": logp / max(trained, 1.0),
+        "mean_advantage": advantages / max(num_trained, 1.0),
+        "mean_logp": logp / max(num_trained, 1.0),
         "threshold": -math.inf,
     }
     parts = []
@@ -148,11 +148,13 @@ def _statistics(
     if not len(values):
         return statistics | {"threshold": math.inf}
 
-    num_selected = min(max(1, int(fraction * trained)), len(values))
-    last = float(values.topk(num_selected).values[-1])
-    ties = last - EQUAL * abs(last)
-    lower_values = values[values < ties]
-    threshold = (last + float(lower_values.max())) / 2 if len(lower_values) else ties
+    num_selected = min(max(1, int(fraction * num_trained)), len(values))
+    smallest_selected = float(values.topk(num_selected).values[-1])
+    tie_limit = smallest_selected - TIE_TOLERANCE * abs(smallest_selected)
+    lower_values = values[values < tie_limit]
+    threshold = (
+        (smallest_selected + float(lower_values.max())) / 2 if len(lower_values) else tie_limit
+    )
     return statistics | {"threshold": threshold}
 
 
@@ -163,8 +165,8 @@ def _candidates(
     low: float,
     high: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Covariances [S, T] float64, and which eligible trained tokens are between the bounds and
-    reach the threshold."""
+    """Covariances [S, T] float64, and a bool mask of the eligible trained tokens that are between
+    the bounds and reach the threshold."""
     covariance = _subtract_mean(inputs.advantages, statistics["mean_advantage"]) * _subtract_mean(
         inputs.logp.detach(), statistics["mean_logp"]
     )
@@ -178,6 +180,6 @@ def _candidates(
 
 
 def _subtract_mean(values: torch.Tensor, mean: float) -> torch.Tensor:
-    """Distance from the mean, float64; exactly 0 where only the rounding of the mean is left."""
+    """values - mean in float64. A distance within the rounding of the mean becomes exactly 0."""
     distance = values.to(torch.float64) - mean
-    return torch.where(distance.abs() <= EQUAL * abs(mean), 0.0, distance)
+    return torch.where(distance.abs() <= TIE_TOLERANCE * abs(mean), 0.0, distance)

@@ -19,7 +19,7 @@ from agentevo.algorithms.presets import (
 )
 
 PAGE_WIDTH = 100
-"""Characters of a line of prose on the page."""
+"""The maximum number of characters in a line of prose on the page."""
 INTRODUCTION = """# Algorithms
 
 <!-- Made by `python -m agentevo.algorithms > docs/algorithms.md`: edit src/agentevo/algorithms. -->
@@ -88,9 +88,9 @@ Key: `algorithm.preference_loss`. `chosen` and `rejected` are the summed log-pro
 answers, and `ref_` marks the reference policy's. `n_c` is the length of the chosen answer.
 """,
 }
-"""Key of the configuration -> heading and symbols of its part of the page."""
+"""Key of the section `algorithm` -> heading and symbols of its part of the page."""
 FUNCTIONS = Path(__file__).parent / "functions.md"
-"""The page's text about functions of the user."""
+"""The file with the page's text about functions that users write."""
 
 SOURCES = {
     "values": "of the critic, see the section critic",
@@ -104,69 +104,73 @@ SOURCES = {
 
 
 def describe(name: str) -> list[str]:
-    """A text for the preset of that name, for each entry of that name, and for each entry that the
-    preset consists of; empty for an unknown name."""
+    """Texts about the preset `name`, each entry `name`, and each entry that the preset combines.
+    The list is empty for an unknown name."""
     preset = PRESETS.get(name)
     parts = preset.parts if preset is not None else {}
-    return ([_preset(preset)] if preset is not None else []) + [
-        _entry(key, table[shown])
+    return ([_preset_text(preset)] if preset is not None else []) + [
+        _entry_text(key, table[entry_name])
         for key, table in TABLES.items()
-        for shown in dict.fromkeys([name, parts.get(key, "")])
-        if shown in table
+        for entry_name in dict.fromkeys([name, parts.get(key, "")])
+        if entry_name in table
     ]
 
 
-def _preset(preset: Preset) -> str:
+def _preset_text(preset: Preset) -> str:
     lines = [f"algorithm.name={preset.name}", f"  {preset.meaning}"]
     for key, (entry, hyper) in resolve_parts(preset.name, {}).items():
-        lines.append(f"  {key:<12} {entry}{_settings(hyper)}")
+        lines.append(f"  {key:<12} {entry}{_settings_text(hyper)}")
 
     if preset.name in PREFERENCE_PRESETS:
-        lines.append(f"  {'pairs':<12} {_pairs(preset)}")
-    lines += [f"  other keys   {key}={_show(value)}" for key, value in preset.keys.items()]
+        lines.append(f"  {'pairs':<12} {_pairs_text(preset)}")
+    lines += [f"  other keys   {key}={_value_text(value)}" for key, value in preset.keys.items()]
     return "\n".join([*lines, f"  source       {preset.source}"])
 
 
-def _pairs(preset: Preset) -> str:
+def _pairs_text(preset: Preset) -> str:
     return resolve_preference(preset.name, {}).pairs or "single answers"
 
 
-def _entry(kind: str, entry: AlgorithmEntry) -> str:
+def _entry_text(key: str, entry: AlgorithmEntry) -> str:
     lines = [
-        f"algorithm.{kind}={entry.name}",
+        f"algorithm.{key}={entry.name}",
         f"  {entry.meaning}",
         f"  formula      {entry.formula}",
         f"  source       {entry.source}",
     ]
     for hyper in entry.hyper:
-        default = "must be given" if hyper.default is None else f"default {_show(hyper.default)}"
+        default = (
+            "must be given" if hyper.default is None else f"default {_value_text(hyper.default)}"
+        )
         lines.append(f"  algorithm.{hyper.name}: {hyper.meaning}; {hyper.range}; {default}")
 
     if entry.needs:
         lines.append(
-            f"  needs        {', '.join(f'{need}{_from_where(need)}' for need in entry.needs)}"
+            f"  needs        {', '.join(f'{need}{_source_text(need)}' for need in entry.needs)}"
         )
 
     lines += [f"  {peer:<12} {text}" for peer, text in entry.peers.items()]
     return "\n".join(lines)
 
 
-def _from_where(need: str) -> str:
+def _source_text(need: str) -> str:
     return f" ({SOURCES[need]})" if need in SOURCES else ""
 
 
-def _settings(hyper: Mapping[str, Value]) -> str:
+def _settings_text(hyper: Mapping[str, Value]) -> str:
     return (
-        f" ({', '.join(f'{key}={_show(value)}' for key, value in hyper.items())})" if hyper else ""
+        f" ({', '.join(f'{key}={_value_text(value)}' for key, value in hyper.items())})"
+        if hyper
+        else ""
     )
 
 
-def _show(value: Value) -> str:
+def _value_text(value: Value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def markdown() -> str:
-    """docs/algorithms.md: every preset and every entry."""
+    """The text of docs/algorithms.md: every preset and every entry."""
     lines = [
         INTRODUCTION,
         "## Presets",
@@ -189,10 +193,17 @@ def markdown() -> str:
 
 
 def _preset_row(preset: Preset) -> str:
-    first, *more = preset.parts.values()
-    pairs = [_pairs(preset)] if preset.name in PREFERENCE_PRESETS else []
-    keys = ", ".join(f"{key}={_show(value)}" for key, value in preset.keys.items())
-    cells = [preset.name, first + _settings(preset.hyper), *more, *pairs, keys, preset.source]
+    main_part, *other_parts = preset.parts.values()
+    pairs = [_pairs_text(preset)] if preset.name in PREFERENCE_PRESETS else []
+    keys = ", ".join(f"{key}={_value_text(value)}" for key, value in preset.keys.items())
+    cells = [
+        preset.name,
+        main_part + _settings_text(preset.hyper),
+        *other_parts,
+        *pairs,
+        keys,
+        preset.source,
+    ]
     return f"| {' | '.join(cells)} |"
 
 
@@ -216,11 +227,11 @@ def _entry_section(entry: AlgorithmEntry) -> list[str]:
 
 
 def _formula_lines(formula: str) -> list[str]:
-    """A block of code with each equation on a line of its own; a long one is broken at commas."""
+    """A block of code with one equation per line. Long equations are broken at commas."""
     lines = []
-    for equation in _parts(formula, ";"):
+    for equation in _split_outside_brackets(formula, ";"):
         line = "   "
-        for clause in _parts(equation, ","):
+        for clause in _split_outside_brackets(equation, ","):
             if len(line) + 1 + len(clause) > PAGE_WIDTH and line.strip():
                 lines.append(line)
                 line = " " * 7
@@ -230,8 +241,8 @@ def _formula_lines(formula: str) -> list[str]:
     return lines
 
 
-def _parts(text: str, mark: str) -> list[str]:
-    """The text cut after each mark that is outside of all brackets."""
+def _split_outside_brackets(text: str, mark: str) -> list[str]:
+    """Splits the text after each `mark` that is outside all brackets."""
     parts = [""]
     depth = 0
     for word in text.split():
@@ -247,7 +258,9 @@ def _hyper_text(hyper: Hyperparameter) -> str:
     values = _short_range(hyper)
     if hyper.default is None:
         return f"`{hyper.name}` (required, {values}): {hyper.meaning}"
-    return f"`{hyper.name}={_show(hyper.default)}`{values and f' ({values})'}: {hyper.meaning}"
+    return (
+        f"`{hyper.name}={_value_text(hyper.default)}`{values and f' ({values})'}: {hyper.meaning}"
+    )
 
 
 def _short_range(hyper: Hyperparameter) -> str:

@@ -1,16 +1,16 @@
 """Estimators that give each trajectory one number: its score against the scores of its group or of
 the batch.
 
-Each takes the validated inputs and returns [N] float64, one number per trajectory;
-`estimators.Advantage` spreads it over the trajectory's trained tokens. In the formulas s_i is the
-score of trajectory i (the sum of its rewards at trained tokens), mu_g and std_g mean and unbiased
-standard deviation of the scores of its group, n the number of trajectories in the group. What holds
-for all of them:
+An estimator takes the validated inputs and returns [N] float64, one number per trajectory.
+`estimators.Advantage` assigns this number to the trajectory's trained tokens. In the formulas, s_i
+is the score of trajectory i (the sum of its rewards at trained tokens), mu_g and std_g are the mean
+and the unbiased standard deviation of the scores of its group, and n is the number of trajectories
+in the group. For all estimators:
 
-- A trajectory without any trained token has no score: it enters no mean, no count, and gets 0.
+- A trajectory without a trained token has no score. Means and counts ignore it, and it gets 0.
 - A group of one has advantage 0 (except under `raw`, which has no baseline).
-- Scores that differ by rounding alone count as equal (equality.py), and equal scores give exactly
-  0, not rounding noise over epsilon.
+- Scores that differ only by rounding count as equal (equality.py). Equal scores give exactly 0, and
+  not rounding noise divided by epsilon.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
 WHITEN_EPSILON = 1e-8
 """Added to the variance in `whiten`, as in verl and TRL."""
-BOUND = 1e100
-"""The magnitude to which inputs are bounded, so that their squares and sums are finite in
-float64."""
+MAX_MAGNITUDE = 1e100
+"""The largest magnitude of an input, so that its square and sums are finite in float64."""
 
 EPSILON = Hyperparameter("epsilon", 1e-6, "added to the divisor", low=0.0, high=0.01)
 SCALE_BY_STD = Hyperparameter("scale_by_std", True, "divide by the standard deviation of the group")
@@ -45,10 +44,11 @@ WHITEN = Hyperparameter(
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageEntry(AlgorithmEntry):
-    """An advantage."""
+    """The entry of an advantage estimator."""
 
     within_group: bool = False
-    """Whether it compares a trajectory with others of its group, and is 0 without them."""
+    """Whether the estimator compares a trajectory with others of its group, and gives 0 if there
+    are none."""
 
 
 SCORES = EntryTable("advantage", AdvantageEntry)
@@ -57,8 +57,8 @@ SCORES = EntryTable("advantage", AdvantageEntry)
 
 @dataclass(frozen=True)
 class Members:
-    """N members (trajectories, or turns) of groups: `group` [N] int64, `counts` [N] bool. Members
-    that don't count are in no statistic."""
+    """N members (trajectories, or turns) of groups: `group` [N] int64, `counts` [N] bool.
+    Statistics ignore members whose `counts` is False."""
 
     group: Tensor
     counts: Tensor
@@ -66,19 +66,19 @@ class Members:
     def total(self, values: Tensor) -> Tensor:
         """Sum of `values` [N] over the group of each member. [N]"""
         sums = values.new_zeros(self._num_groups).index_add_(
-            0, self.group, self._where_counted(values, 0.0)
+            0, self.group, self._mask_uncounted(values, 0.0)
         )
         return sums[self.group]
 
     def highest(self, values: Tensor) -> Tensor:
-        """Largest of `values` [N] in the group of each member; -inf in a group where none counts.
-        [N]"""
+        """Largest of `values` [N] in the group of each member; -inf in a group without counted
+        members. [N]"""
         largest = values.new_full((self._num_groups,), -torch.inf)
-        largest.scatter_reduce_(0, self.group, self._where_counted(values, -torch.inf), "amax")
+        largest.scatter_reduce_(0, self.group, self._mask_uncounted(values, -torch.inf), "amax")
         return largest[self.group]
 
-    def _where_counted(self, values: Tensor, otherwise: float) -> Tensor:
-        return values if self._all_count else torch.where(self.counts, values, otherwise)
+    def _mask_uncounted(self, values: Tensor, fill: float) -> Tensor:
+        return values if self._all_count else torch.where(self.counts, values, fill)
 
     @cached_property
     def _all_count(self) -> bool:
@@ -86,7 +86,7 @@ class Members:
 
     @cached_property
     def size(self) -> Tensor:
-        """The number of members that count in the group of each member. [N] float64"""
+        """The number of counted members in the group of each member. [N] float64"""
         return self.total(
             torch.ones(self.group.shape, dtype=torch.float64, device=self.group.device)
         )
@@ -95,21 +95,21 @@ class Members:
     def _num_groups(self) -> int:
         return int(self.group.max()) + 1 if self.group.numel() else 0
 
-    def differ(self, values: Tensor) -> Tensor:
-        """Which members count and are in a group whose `values` [N] are not all equal. [N] bool"""
+    def is_unequal(self, values: Tensor) -> Tensor:
+        """Whether a member counts and the `values` [N] of its group are not all equal. [N] bool"""
         spread = self.highest(values) + self.highest(-values)
         return self.counts & (spread > EQUAL * self.highest(values.abs()))
 
     def subtract_mean(self, values: Tensor) -> Tensor:
-        """`values` [N] minus the mean of their group; exactly 0 where the group's values are equal.
+        """`values` [N] minus the mean of their group; exactly 0 if the group's values are equal.
         [N]"""
         return torch.where(
-            self.differ(values), values - self.total(values) / self.size.clamp(min=1.0), 0.0
+            self.is_unequal(values), values - self.total(values) / self.size.clamp(min=1.0), 0.0
         )
 
     def normalise(self, values: Tensor, *, scale_by_std: bool, epsilon: float) -> Tensor:
-        """(values - mean) / (std + epsilon) within groups, std unbiased; without the division if
-        not `scale_by_std`. [N]"""
+        """(values - mean) / (std + epsilon) within groups, std unbiased. No division if
+        `scale_by_std` is false. [N]"""
         centred = self.subtract_mean(values)
         return divide(centred, self.std(centred) + epsilon) if scale_by_std else centred
 
@@ -119,16 +119,16 @@ class Members:
         return (self.total(centred.square()) / (self.size - 1.0).clamp(min=1.0)).sqrt()
 
 
-def divide(values: Tensor, by: Tensor) -> Tensor:
-    """values / by, and 0 where `by` is not positive."""
-    return torch.where(by > 0.0, values / torch.where(by > 0.0, by, 1.0), 0.0)
+def divide(values: Tensor, divisor: Tensor) -> Tensor:
+    """values / divisor, and 0 if the divisor is not positive."""
+    return torch.where(divisor > 0.0, values / torch.where(divisor > 0.0, divisor, 1.0), 0.0)
 
 
 def whiten(values: Tensor, weights: Tensor | None = None) -> Tensor:
     """(values - mean) / sqrt(variance + 1e-8), variance unbiased; `weights` is the number of tokens
     that each value represents. Same shape.
 
-    Equal values, and fewer than two tokens, give exactly 0. Values of weight 0 enter no statistic.
+    Equal values, and fewer than two tokens, give exactly 0. Statistics ignore values of weight 0.
     """
     counted_values = values if weights is None else values[weights > 0.0]
     total = float(values.numel() if weights is None else weights.sum())
@@ -162,7 +162,7 @@ def raw(inputs: Inputs) -> Tensor:
     peers={"RAGEN": "reward_norm_type brpo, put before GAE; a batch of one keeps its raw reward"},
 )
 def batch_norm(inputs: Inputs, *, epsilon: float) -> Tensor:
-    """std is unbiased."""
+    """The std is unbiased."""
     batch_members = Members(torch.zeros_like(inputs.members.group), inputs.members.counts)
     return batch_members.normalise(inputs.score, scale_by_std=True, epsilon=epsilon)
 
@@ -180,7 +180,7 @@ def batch_norm(inputs: Inputs, *, epsilon: float) -> Tensor:
     },
 )
 def grpo(inputs: Inputs, *, scale_by_std: bool, epsilon: float) -> Tensor:
-    """std_g is unbiased, as in TRL and verl."""
+    """The std_g is unbiased, as in TRL and verl."""
     return inputs.members.normalise(inputs.score, scale_by_std=scale_by_std, epsilon=epsilon)
 
 
@@ -197,12 +197,12 @@ def grpo_passk(inputs: Inputs, *, scale_by_std: bool, epsilon: float) -> Tensor:
     members = inputs.members
     score = inputs.score
     best = members.highest(score)
-    tied = EQUAL * members.highest(score.abs())
-    is_best = members.counts & (best - score <= tied)
+    tolerance = EQUAL * members.highest(score.abs())
+    is_best = members.counts & (best - score <= tolerance)
     runners_up = Members(members.group, members.counts & ~is_best)
     has_single_best = members.total(is_best.double()) == 1.0
     lead = torch.where(
-        is_best & has_single_best & members.differ(score) & (runners_up.size > 0.0),
+        is_best & has_single_best & members.is_unequal(score) & (runners_up.size > 0.0),
         best - runners_up.highest(score),
         0.0,
     )
@@ -235,7 +235,7 @@ def opo(inputs: Inputs) -> Tensor:
     members = inputs.members
     score = inputs.score
     baseline = members.total(inputs.length * score) / members.total(inputs.length).clamp(min=1.0)
-    return torch.where(members.differ(score), score - baseline, 0.0)
+    return torch.where(members.is_unequal(score), score - baseline, 0.0)
 
 
 @SCORES.entry(
@@ -248,9 +248,9 @@ def opo(inputs: Inputs) -> Tensor:
     peers={"verl": "gpg"},
 )
 def gpg(inputs: Inputs) -> Tensor:
-    """A group of one counts among those whose scores are equal."""
-    useful = inputs.members.differ(inputs.score).sum().double().clamp(min=1.0)
-    return inputs.members.counts.sum() / useful * inputs.members.subtract_mean(inputs.score)
+    """A group of one counts as a group with equal scores."""
+    num_unequal = inputs.members.is_unequal(inputs.score).sum().double().clamp(min=1.0)
+    return inputs.members.counts.sum() / num_unequal * inputs.members.subtract_mean(inputs.score)
 
 
 @SCORES.entry(
@@ -291,14 +291,14 @@ def maxrl(inputs: Inputs, *, epsilon: float) -> Tensor:
     },
 )
 def gdpo(inputs: Inputs, *, epsilon: float, whiten: bool) -> Tensor:
-    """Groups of one are left out of the whitening."""
+    """The whitening leaves out groups of one."""
     assert (
         inputs.reward_parts is not None and inputs.reward_weights is not None
     )  # `Advantage` checks its `needs`
     total = torch.zeros_like(inputs.score)
     for part, weight in zip(inputs.reward_parts, inputs.reward_weights, strict=True):
         total += weight * inputs.members.normalise(part, scale_by_std=True, epsilon=epsilon)
-    return _whiten_compared(inputs, total) if whiten else total
+    return _whiten_in_groups(inputs, total) if whiten else total
 
 
 @SCORES.entry(
@@ -310,10 +310,10 @@ def gdpo(inputs: Inputs, *, epsilon: float, whiten: bool) -> Tensor:
     peers={"verl": "reinforce_plus_plus_baseline"},
 )
 def reinforce_pp_baseline(inputs: Inputs) -> Tensor:
-    """A trajectory weighs by its length in the whitening."""
-    return _whiten_compared(inputs, inputs.members.subtract_mean(inputs.score))
+    """The whitening weighs a trajectory by its length."""
+    return _whiten_in_groups(inputs, inputs.members.subtract_mean(inputs.score))
 
 
-def _whiten_compared(inputs: Inputs, values: Tensor) -> Tensor:
-    compared = inputs.members.size > 1.0
-    return torch.where(compared, whiten(values, torch.where(compared, inputs.length, 0.0)), 0.0)
+def _whiten_in_groups(inputs: Inputs, values: Tensor) -> Tensor:
+    has_others = inputs.members.size > 1.0
+    return torch.where(has_others, whiten(values, torch.where(has_others, inputs.length, 0.0)), 0.0)

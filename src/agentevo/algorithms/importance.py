@@ -1,8 +1,8 @@
-"""Importance weights: the probability of the sampled tokens under the policy that is trained,
-divided by that under the policy that sampled them.
+"""Importance weights: the probability of the sampled tokens under the trained policy, divided by
+their probability under the policy that sampled them.
 
-They are constants (no gradient), multiply a loss per token, and are a function of a row alone, so
-they don't depend on the micro-batch.
+A weight is a constant (no gradient) that multiplies the loss of a token. The weights of a row
+depend on that row alone, and not on the micro-batch.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ speed kills stability" (2025). verl: rollout_is (token, sequence) with rollout_i
 IcePop's "lo_hi"."""
 
 
-def _of_token(gap: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _token_log_ratios(gap: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return gap
 
 
-def _of_sequence(gap: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _sequence_log_ratio(gap: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return gap.sum(1, keepdim=True)
 
 
 LEVELS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "token": _of_token,
-    "sequence": _of_sequence,
+    "token": _token_log_ratios,
+    "sequence": _sequence_log_ratio,
     "geometric": row_mean,
 }
 """How each level combines the log-ratios of a row's tokens."""
@@ -64,13 +64,13 @@ class ImportanceWeights:
 
 
 def bind_importance(name: str, cap: float, floor: float) -> ImportanceWeights | None:
-    """The weights of that name; None for "none". With d = old_logp - rollout_logp over a row's
-    trained tokens:
+    """The importance weights called `name`; None for "none". With d = old_logp - rollout_logp over
+    a row's trained tokens:
 
     token_*: w_t = exp(d_t). sequence_*: w = exp(sum d), the same for every token of the row.
     geometric_mis: w = exp(mean d). *_tis (truncated) gives min(w, cap). *_mis (masked) gives w
     where floor <= w <= cap, else 0. Log-ratios are bounded to +-20 before exp.
-    `check_importance` says which names and numbers are valid together.
+    `check_importance` checks which names and numbers are valid together.
     """
     if name == "none":
         return None
@@ -93,7 +93,7 @@ def check_importance(name: str, cap: float, floor: float) -> None:
     if floor > cap:
         raise ValueError(
             f"importance_floor={floor} is above importance_cap={cap}, so no token would train: "
-            "exchange them"
+            "swap the two values"
         )
 
 
@@ -105,18 +105,19 @@ def bound(weights: torch.Tensor, mode: str, *, cap: float, floor: float = 0.0) -
 
 
 def age_decay(ages: torch.Tensor, power: float) -> torch.Tensor:
-    """(1 + age)^-power, the factor on the weight of a token that was drawn `age` steps ago: 1 for a
-    fresh token.
+    """(1 + age)^-power, a factor on the weight of a token that was sampled `age` steps ago. The
+    factor of a fresh token is 1.
 
-    With power 1 it is the learning rate of staleness-aware asynchronous SGD (Zhang et al., arXiv
-    1511.05950, which divides it by a gradient's staleness, counted from 1), token by token. Unlike
-    the ratio it does not measure how far the policy has moved, so it is a deliberate bias towards
-    new tokens, not a correction.
+    Staleness-aware asynchronous SGD (Zhang et al., arXiv 1511.05950) divides the learning rate by a
+    gradient's staleness, counted from 1. Power 1 does the same for each token. The factor does not
+    measure how far the policy has moved, as the ratio does. It is therefore a deliberate bias
+    towards new tokens and not a correction.
     """
     return (1.0 + ages).pow(-power)
 
 
 def effective_sample_size(total: float, squares: float, count: float) -> float:
-    """total^2 / (count * squares), from the sums of `count` weights and of their squares: 1 where
-    all weights are equal, 1/N where one of N tokens counts, 0 where none does."""
+    """total^2 / (count * squares), from the sums of `count` weights and of their squares. The
+    result is 1 if all weights are equal, 1/N if only one of N weights is not 0, and 0 if all are
+    0."""
     return total * total / (count * squares) if squares > 0 else 0.0

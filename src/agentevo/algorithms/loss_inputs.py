@@ -3,9 +3,10 @@
 Invariant: wherever `mask` is False every tensor of `LossInputs` is 0, so NaN or garbage there
 reaches neither a loss nor a gradient. Only `logp` carries a gradient.
 
-In the formulas of entries l = log-prob now (carries the gradient), o = under the policy before the
-update, p = proximal, q = as sampled by the engine; A = advantage; r = exp(l - o); sg = no gradient
-through it. A formula is the loss of one token (or of one sequence, where stated).
+Symbols in the formulas of entries: l is the log-prob now, which carries the gradient. o, p and q
+are the log-probs under the policy before the update, under the proximal policy, and as the engine
+sampled. A is the advantage, r = exp(l - o), and sg is stop-gradient. A formula is the loss of one
+token, or of one sequence if its text says so.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ Terms: TypeAlias = "tuple[torch.Tensor, dict[str, torch.Tensor]]"
 the metric of that name."""
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are bounded to +- this before exp: no ratio overflows (e^20 = 4.9e8), and beyond it a
-ratio has no gradient."""
+"""Log-ratios are bounded to +- MAX_LOG_RATIO before exp, so that no ratio overflows (e^20 = 4.9e8).
+A log-ratio beyond the bound has no gradient."""
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The tensors that a policy loss uses: [S, T], one sequence per row, 0 at untrained places."""
+    """The tensors that a policy loss uses: [S, T], one sequence per row, 0 for untrained tokens."""
 
     logp: torch.Tensor
     """Log-prob of each token now; the only tensor with a gradient."""
@@ -55,14 +56,14 @@ class LossInputs:
         """An optional tensor that `user` requires. Raises ValueError."""
         tensor: torch.Tensor | None = getattr(self, name)
         if tensor is None:
-            raise ValueError(f"{user} needs {name}: give it, [S, T] like logp")
+            raise ValueError(f"{user} needs {name}: pass it with the shape [S, T] of logp")
         return tensor
 
 
 @dataclass(frozen=True)
 class LossTables:
-    """The caller's tensors [S, T], with any values at untrained places. Raises ValueError where
-    they don't fit together."""
+    """The caller's tensors [S, T], with any values for untrained tokens. Raises ValueError if their
+    shapes or devices differ."""
 
     logp: torch.Tensor
     old_logp: torch.Tensor
@@ -78,29 +79,29 @@ class LossTables:
                 f"logp is {self.logp.dtype} {list(self.logp.shape)}: give floats of shape "
                 "[sequences, tokens]"
             )
-        for name, tensor in self._given().items():
-            _check_like(name, tensor, self.logp)
+        for name, tensor in self._tensors().items():
+            _check_shape_and_device(name, tensor, self.logp)
 
-    def _given(self) -> dict[str, torch.Tensor]:
+    def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     def clean_inputs(self, statistics: Mapping[str, float] | None = None) -> LossInputs:
-        """The inputs of a loss: 0 at untrained places, all but `logp` detached, numbers narrower
-        than float32 widened to it."""
+        """The inputs of a loss. Values of untrained tokens become 0, every tensor except `logp` is
+        detached, and dtypes narrower than float32 become float32."""
         dtype = torch.promote_types(self.logp.dtype, torch.float32)
         trained = self.mask if self.mask.dtype == torch.bool else self.mask != 0
         clean = {
             name: torch.where(
                 trained, (tensor if name == "logp" else tensor.detach()).to(dtype), 0.0
             )
-            for name, tensor in self._given().items()
+            for name, tensor in self._tensors().items()
             if name != "mask"
         }
         return LossInputs(mask=trained, statistics=dict(statistics or {}), **clean)
 
     def cleaned_blocks(self) -> Iterator[LossInputs]:
         """The inputs of a loss without gradients, a block of rows at a time, in order."""
-        tensors = {name: tensor.detach() for name, tensor in self._given().items()}
+        tensors = {name: tensor.detach() for name, tensor in self._tensors().items()}
         return (
             LossTables(**dict(zip(tensors, parts, strict=True))).clean_inputs()
             for parts in row_blocks(*tensors.values())
@@ -116,30 +117,31 @@ class PolicyLossEntry(AlgorithmEntry):
     """A policy loss, (inputs, **hyper) -> Terms."""
 
     statistics: Callable[[Mapping[str, Any]], StatisticsFunction | None] | None = None
-    """Maps the hyper-parameters to what the loss must know of the whole minibatch before that is
-    split."""
+    """Maps the hyper-parameters to a function that computes statistics of the whole minibatch,
+    which the loss needs in every part."""
     aggregation: Callable[[Mapping[str, Any]], str] | None = None
     """Maps the hyper-parameters to the only aggregation with which the loss matches its paper.
-    None: it matches with any. Raises ValueError for hyper-parameters that contradict each other."""
+    None: every aggregation matches. Raises ValueError for hyper-parameters that contradict each
+    other."""
     aggregation_reason: str = ""
     """Why other aggregations are refused."""
 
     @property
-    def weighs_sampling(self) -> bool:
+    def has_importance_weights(self) -> bool:
         """Whether the loss has importance weights of its own."""
         return "rollout_logp" in self.needs
 
 
-def _check_like(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+def _check_shape_and_device(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
     if tensor.shape != like.shape:
         raise ValueError(
-            f"{name} has shape {list(tensor.shape)}, the log-probs {list(like.shape)}: give the "
-            "same, [S, T]"
+            f"{name} has shape {list(tensor.shape)}, the log-probs {list(like.shape)}: give "
+            "both the same shape [S, T]"
         )
 
     if tensor.device != like.device:
         raise ValueError(
-            f"{name} is on {tensor.device}, the log-probs on {like.device}: move it there"
+            f"{name} is on {tensor.device}, the log-probs on {like.device}: move both to one device"
         )
 
 

@@ -138,7 +138,7 @@ def check_aggregation(name: str, hyper: Mapping[str, Value], aggregation: str) -
 def check_weights(name: str, importance: str, cap: float, floor: float) -> None:
     """Raises ValueError for importance weights that are wrong, or that the loss has already."""
     check_importance(importance, cap, floor)
-    if POLICY_LOSSES[name].weighs_sampling and importance != "none":
+    if POLICY_LOSSES[name].has_importance_weights and importance != "none":
         raise ValueError(
             f"policy loss {name} weighs with proximal over rollout policy already: leave "
             f"importance={importance} out, or use ppo_clip"

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from agentevo.algorithms.entries import EntryTable, Hyperparameter
 from agentevo.algorithms.group_relative import (
-    BOUND,
     EPSILON,
+    MAX_MAGNITUDE,
     SCALE_BY_STD,
     WHITEN,
     AdvantageEntry,
@@ -70,8 +70,8 @@ class TurnStream:
     """The number of turns of each stream; None without turn ids."""
 
     def at(self, values: Tensor) -> Tensor:
-        """Values [S, T] of the tokens. [M] float64, within +-BOUND"""
-        return values.reshape(-1)[self.index].double().clamp_(-BOUND, BOUND)
+        """Values [S, T] of the tokens. [M] float64, within +-MAX_MAGNITUDE"""
+        return values.reshape(-1)[self.index].double().clamp_(-MAX_MAGNITUDE, MAX_MAGNITUDE)
 
     @property
     def row(self) -> Tensor:

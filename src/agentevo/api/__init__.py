@@ -24,10 +24,10 @@ from agentevo.config.imports import OF_YOUR_OWN, check_recipe_of_run, import_all
 from agentevo.config.other_preset import kept_keys
 from agentevo.config.parallel import follows
 from agentevo.config.preset_keys import changed_keys, drop_idle_keys
-from agentevo.config.rewards import Reward, named_reward
+from agentevo.config.rewards import Reward, reward_entry
 from agentevo.config.sources import plain_option
 from agentevo.config.tasks import TaskFields
-from agentevo.config.tools import Tool, named_tool
+from agentevo.config.tools import Tool, tool_entry
 from agentevo.data import RowError
 from agentevo.environments import EnvironmentConfig, TextEnvironment, environments
 from agentevo.errors import ConfigError, UnknownNameError, shown
@@ -118,7 +118,7 @@ def train(
 
     given_tasks = None if isinstance(tasks, (str, Path, Mapping)) else tasks
     if rewards:
-        options["rewards"] = [named_reward(reward) for reward in rewards]
+        options["rewards"] = [reward_entry(reward) for reward in rewards]
 
     trained = _trainable_of(agent_or_env, command, tools)
     resolved = partial(
@@ -156,7 +156,7 @@ def _trainable_of(
     if trainable is not None:
         return trainable
     if tools:
-        return ToolUser([named_tool(tool) for tool in tools])
+        return ToolUser([tool_entry(tool) for tool in tools])
 
     if isinstance(command, (str, bytes)) or not isinstance(command, Sequence):
         raise ConfigError(
@@ -230,7 +230,7 @@ def load_run(
         from agentevo.api.run import Run
 
     for reward in rewards:
-        named_reward(reward)
+        reward_entry(reward)
 
     config = run_config(Path(run_dir), overrides)
     needs_tasks = agent if not config.tasks.given else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentevo.api import checked_tasks
-from agentevo.config.rewards import Reward, named_reward
+from agentevo.config.rewards import Reward, reward_entry
 from agentevo.errors import ConfigError, shown
 from agentevo.runtime.extras import training_packages
 from agentevo.types import Task
@@ -52,7 +52,7 @@ def evaluate(  # noqa: PLR0913 (the options of `agentevo eval`)
 
     files, given_tasks = _tasks(tasks)
     sampling = {"top_p": top_p, "max_new_tokens": max_new_tokens}
-    named = [named_reward(reward) for reward in rewards]
+    named = [reward_entry(reward) for reward in rewards]
     summary = measured(
         EvaluationRun(
             target=_word(target),

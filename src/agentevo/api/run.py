@@ -1,4 +1,4 @@
-"""A run from Python: its training from a configuration, and its results."""
+"""Training from a configuration, and the results of a run, for Python programs."""
 
 from __future__ import annotations
 
@@ -66,14 +66,15 @@ class Run:
         return self.checkpoint_path("best")
 
     def checkpoint_path(self, which: str) -> Path:
-        """`best`, `last`, or a path. Raises CheckpointError if there is none."""
+        """The folder of the checkpoint `which`: `best`, `last`, or a path. Raises CheckpointError
+        if there is no such checkpoint."""
         return Checkpoints(self.dir / "checkpoints", self.config.checkpoint.keep_last).find(which)
 
     def eval(
         self, *, checkpoint: str = "best", samples: int = 1, view: LiveView | None = None
     ) -> dict[str, float]:
-        """Evaluates a checkpoint on the held-out tasks: `val-core/...` metrics. Only
-        trackers of the configuration write anything."""
+        """Evaluates a checkpoint on the held-out tasks: `val-core/...` metrics. Writes
+        nothing except to the trackers of the configuration."""
         check_tracking(self.config)
         path = self.checkpoint_path(checkpoint)
         _, state = Checkpoints(self.dir / "checkpoints", self.config.checkpoint.keep_last).load(
@@ -83,7 +84,8 @@ class Run:
         step = progress.get("step") if isinstance(progress, dict) else None
         if not isinstance(step, int):
             raise UnusableCheckpointError(
-                f"{path / 'state.json'} is damaged: it names no step: give another checkpoint"
+                f"{path / 'state.json'} is damaged, because it names no step: "
+                "give another checkpoint"
             )
 
         return run_coroutine(self._evaluate(path, step, samples, view))
@@ -104,7 +106,7 @@ class Run:
 
     def replay(self, trajectory_id: str, *, rebuild: bool = False) -> TrajectoryReplay:
         """Repeats a trajectory from its seeds and the stored weights and compares it with the
-        record (orchestration/replay.py).
+        record (runs/audit/replay.py).
 
         `rebuild`: deleted weights are trained again from the store."""
         return run_coroutine(
@@ -114,7 +116,7 @@ class Run:
         )[0]
 
     def replays(self, count: int, *, rebuild: bool = False) -> list[TrajectoryReplay]:
-        """Replays this many training trajectories, chosen at random by the run's seed; without
+        """Replays `count` training trajectories, chosen at random by the run's seed; without
         `rebuild` only those whose weights still exist."""
         return run_coroutine(
             replay(
@@ -133,7 +135,7 @@ class Run:
             async with open_components(
                 self.config, agent=self._agent, tasks=self._tasks, checkpoint=path, store_url=url
             ) as parts:
-                metrics = await _shown(parts, step, samples, view)
+                metrics = await _evaluate_with_view(parts, step, samples, view)
         _report(self.config, metrics, step, self.dir, view)
         return metrics
 
@@ -146,7 +148,7 @@ def train(
     resume: bool = False,
     view: LiveView | None = None,
 ) -> Run:
-    """`orchestration.run.train`, and the run that it made."""
+    """Trains with `orchestration.run.train`, and returns the run."""
     training.train(
         config, agent=agent, tasks=tasks, resume=resume, view=view, supervisor=ChildSupervisor
     )
@@ -154,7 +156,7 @@ def train(
 
 
 def sft(config: RunConfig, *, resume: bool = False, view: LiveView | None = None) -> Run:
-    """`orchestration.run.train` with `sft`, and the run that it made."""
+    """Trains on demonstrations with `orchestration.run.train`, and returns the run."""
     training.train(config, command="sft", resume=resume, view=view)
     return Run(config)
 
@@ -162,14 +164,14 @@ def sft(config: RunConfig, *, resume: bool = False, view: LiveView | None = None
 def evaluate_model(
     config: RunConfig, *, checkpoint: Path | None = None, view: LiveView | None = None
 ) -> dict[str, float]:
-    """The success of the recipe's unchanged model, or of a checkpoint, without a run. Only trackers
-    of the recipe write anything."""
+    """Evaluates the recipe's unchanged model, or a checkpoint, without a run. Writes nothing
+    except to the trackers of the recipe."""
     check_tracking(config)
 
     async def work() -> dict[str, float]:
         with _throwaway_store() as url:
             async with open_components(config, checkpoint=checkpoint, store_url=url) as parts:
-                return await _shown(parts, 0, config.evaluation.samples, view)
+                return await _evaluate_with_view(parts, 0, config.evaluation.samples, view)
 
     metrics = run_coroutine(work())
     _report(config, metrics, 0, Path.cwd(), view)
@@ -179,8 +181,8 @@ def evaluate_model(
 def _report(
     config: RunConfig, metrics: dict[str, float], step: int, folder: Path, view: LiveView | None
 ) -> None:
-    hearer = Lines(to_stderr) if view is None else view
-    report_evaluation(config, metrics, step=step, folder=folder, hearer=hearer)
+    listener = Lines(to_stderr) if view is None else view
+    report_evaluation(config, metrics, step=step, folder=folder, hearer=listener)
 
 
 @contextmanager
@@ -191,7 +193,7 @@ def _throwaway_store() -> Iterator[str]:
         yield f"sqlite:///{folder}/store.sqlite"
 
 
-async def _shown(
+async def _evaluate_with_view(
     parts: Components, step: int, samples: int, view: LiveView | None
 ) -> dict[str, float]:
     with view if view is not None else nullcontext():

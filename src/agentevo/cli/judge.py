@@ -22,8 +22,8 @@ Rows = Annotated[
         "--rows",
         metavar="FILE.jsonl",
         parser=path_word,
-        help="Attempts with known results: rows with messages, truth (or label) and task_id, "
-        "such as those of `agentevo trajectories export RUN FILE --annotations judge`.",
+        help="Attempts with known results: rows with messages, truth (or label) and task_id. "
+        "`agentevo trajectories export RUN FILE --annotations judge` writes such rows.",
     ),
 ]
 Run = Annotated[
@@ -51,7 +51,8 @@ def judge(
     run: Run = None,
     truth: Truth = "reward",
     groups: Annotated[
-        int, typer.Option("--groups", min=2, max=10_000, help="With --run: the most groups.")
+        int,
+        typer.Option("--groups", min=2, max=10_000, help="With --run: maximum number of groups."),
     ] = 40,
     name: Annotated[
         str, typer.Option("--judge", metavar="NAME", help="The recipe's judge to measure.")
@@ -62,13 +63,12 @@ def judge(
     ] = None,
 ) -> None:
     """Measure how often a recipe's judge agrees with the truth, and its bias for position, length
-    and injected instructions. Exit code 1 if it is below a threshold of the recipe."""
+    and injected instructions. Exit code 1 if the judge misses a threshold of the recipe."""
     import json
 
     from agentevo.config import load_config
     from agentevo.inference.remote_models.model import check_keys
-    from agentevo.runs.evaluation.judge_calibration import calibrate as measured
-    from agentevo.runs.evaluation.judge_calibration import lines_of
+    from agentevo.runs.evaluation.judge_calibration import calibrate, lines_of
     from agentevo.runtime.files import must_write, write_atomic
 
     if (rows is None) == (run is None):
@@ -77,11 +77,11 @@ def judge(
         raise ConfigError(f"--out {out}: there is no folder {out.absolute().parent}: make it first")
 
     config = load_config(recipe, overrides or [], needs_environment=False)
-    chosen = _judge_of(config, name)
+    chosen_judge = _find_judge(config, name)
     check_keys(config.remote_models)
-    judged_groups = _groups(rows, run, truth, groups)
-    calibration = measured(
-        chosen,
+    judged_groups = _read_groups(rows, run, truth, groups)
+    calibration = calibrate(
+        chosen_judge,
         config.remote_models,
         judged_groups,
         progress=print_note,
@@ -95,10 +95,10 @@ def judge(
         print(f"written to {out}: name it in the recipe, calibration: {out}")
 
     if report["below"]:
-        raise AgentEvoError(f"judge {chosen.title}: {'; '.join(report['below'])}")
+        raise AgentEvoError(f"judge {chosen_judge.title}: {'; '.join(report['below'])}")
 
 
-def _judge_of(config: RunConfig, name: str) -> JudgeOptions:
+def _find_judge(config: RunConfig, name: str) -> JudgeOptions:
     from agentevo.rewards.judging import JudgeOptions
 
     judges = [reward for reward in config.rewards if isinstance(reward, JudgeOptions)]
@@ -114,14 +114,14 @@ def _judge_of(config: RunConfig, name: str) -> JudgeOptions:
     missing = [model for model in named[0].models if model not in config.remote_models]
     if missing:
         raise ConfigError(
-            f"rewards: {named[0].title} asks the remote model {missing[0]!r}, and the recipe has "
-            f"none of that name: add remote_models.{missing[0]} (docs/remote_models.md)"
+            f"rewards: {named[0].title} asks the remote model {missing[0]!r}, which the recipe "
+            f"does not have: add remote_models.{missing[0]} (docs/remote_models.md)"
         )
 
     return named[0]
 
 
-def _groups(rows: Path | None, run: Path | None, truth: str, limit: int) -> list[KnownGroup]:
+def _read_groups(rows: Path | None, run: Path | None, truth: str, limit: int) -> list[KnownGroup]:
     from agentevo.runs.evaluation.judge_data import groups_of_store, read_rows
 
     if rows is not None:

@@ -30,7 +30,7 @@ def train(
     sweep = load_sweep(recipe, overrides or [])
     if sweep is not None:
         warn_of_kept_keys(recipe, overrides or [])
-        if engine_overrides := _engine_override(
+        if engine_overrides := _engine_overrides(
             [member.config for member in sweep.members], resume=False
         ):
             sweep = load_sweep(recipe, [*(overrides or []), *engine_overrides])
@@ -41,10 +41,10 @@ def train(
     config = load_config(recipe, overrides or [])
     warn_of_kept_keys(recipe, overrides or [])
     _check_folder(config, resume)
-    if engine_overrides := _engine_override([config], resume):
+    if engine_overrides := _engine_overrides([config], resume):
         config = load_config(recipe, [*(overrides or []), *engine_overrides])
     if dry_run:
-        _check_dry(config, "train", resume)
+        _dry_run(config, "train", resume)
         print(to_yaml(config), end="")
         return
 
@@ -56,28 +56,28 @@ def train(
 
 
 def _check_folder(config: RunConfig, resume: bool = False) -> None:
-    """Refuses a folder where the run may not begin or resume, before torch is imported."""
+    """Refuses a folder in which the run may not begin or resume, before torch is imported."""
     from agentevo.config.parallel import follows
     from agentevo.runs.folder.creation import check_folder
 
     if resume and config.run.overwrite:
         raise ConfigError(
-            "--resume continues the run in the folder and run.overwrite deletes it: give only "
-            "one of the two"
+            "--resume continues the run in the folder, and run.overwrite deletes it: give only "
+            "one of the two options"
         )
     if not resume and not follows():
         check_folder(config)
 
 
-def _engine_override(configs: Sequence[RunConfig], resume: bool) -> list[str]:
-    """What names the engine of runs on a GPU whose recipe names none."""
+def _engine_overrides(configs: Sequence[RunConfig], resume: bool) -> list[str]:
+    """The overrides that choose an engine for runs on a GPU whose recipe names none."""
     from agentevo.inference.default_engine import engine_override
     from agentevo.runtime.console import to_stderr
 
     return engine_override(configs, resume=resume, note=to_stderr)
 
 
-def _check_dry(config: RunConfig, command: Literal["train", "sft"], resume: bool) -> None:
+def _dry_run(config: RunConfig, command: Literal["train", "sft"], resume: bool) -> None:
     from agentevo.runs.orchestration.dry_run import check_dry
     from agentevo.runtime.console import to_stderr
 
@@ -88,8 +88,8 @@ def _check_dry(config: RunConfig, command: Literal["train", "sft"], resume: bool
 def _train_sweep(sweep: Sweep, resume: bool, dry_run: bool) -> None:
     if resume and sweep.overwrite:
         raise ConfigError(
-            "--resume continues the sweep in the folder and run.overwrite deletes it: give "
-            "only one of the two"
+            "--resume continues the sweep in the folder, and run.overwrite deletes it: give "
+            "only one of the two options"
         )
 
     if dry_run:
@@ -127,7 +127,7 @@ def sft(
     best attempts. With --reward-model, train a reward model."""
     if reward_model:
         if resume:
-            raise ConfigError("--resume: a reward model is trained from the start: leave it out")
+            raise ConfigError("--resume: a reward model can't be resumed: leave --resume out")
         _train_reward_model(recipe, overrides or [], dry_run)
         return
 
@@ -137,7 +137,7 @@ def sft(
     check_sft(config)
     _check_folder(config, resume)
     if dry_run:
-        _check_dry(config, "sft", resume)
+        _dry_run(config, "sft", resume)
         print(to_yaml(config), end="")
         return
 

@@ -21,7 +21,7 @@ from agentevo.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
     from agentevo.data import RowReport
-    from agentevo.runs.folder.sft_export import Read
+    from agentevo.runs.folder.sft_export import ReadAnswer
     from agentevo.store import Store
 
 OPTIONS = {
@@ -256,14 +256,14 @@ def _export_pairs(
     tell_of_rows(read_store(run_dir, work, wait_s=wait), out, "pairs")
 
 
-def _reader(run_dir: Path) -> Read:
+def _reader(run_dir: Path) -> ReadAnswer:
     """The function that parses the policy's text in the notation of its model family."""
     from agentevo.runs.folder.run_folder import saved_tokenizer
 
     return _reader_of(saved_tokenizer(run_dir))
 
 
-def _reader_of(tokenizer: Any | None) -> Read:
+def _reader_of(tokenizer: Any | None) -> ReadAnswer:
     from agentevo.runs.folder.sft_export import answer_reader
 
     if tokenizer is None:

@@ -1,12 +1,12 @@
-"""The section `agent`: which registered agent plays, and its options.
+"""The section `agent`: the registered agent that plays, and its options.
 
 An agent is registered by name, as a function `run(task, policy)` or `run(task)`, async or not, or
 as a class with such a method. A class can have its own options: its `Config` is a subclass of
-`AgentSection`. A run makes an object of the class by `Class(config)`, or by
-`Class(config, make_environment)` where the class sets `plays_environment = True`. A class that sets
-`brings_tasks = True` has a method `tasks()`, which returns the training tasks and the held-out ones
-(rollout/agent_tasks.py). The sections of the built-in agents are here, because reading a recipe
-must not import the agents themselves (they import torch).
+`AgentSection`. A run creates an object by `Class(config)`, or by `Class(config, make_environment)`
+if the class sets `plays_environment = True`. A class that sets `brings_tasks = True` has a method
+`tasks()`, which returns the training tasks and the held-out tasks (rollout/agent_tasks.py). The
+sections of the built-in agents are here, because reading a recipe must not import the agents
+themselves (they import torch).
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ class AgentSection(Section):
     options that every agent has."""
 
     text_names: ClassVar[tuple[str, ...] | None] = None
-    """Patterns of the names that `texts` can have. None if only the agent's code knows them."""
+    """Patterns of the names that `texts` can have. None if only the agent's code knows the
+    names."""
 
     type: str = "environment"
     """Registered name of the agent."""
     max_turns: int = Field(default=10, ge=1)
-    """Maximum number of policy calls per episode. The built-in agents obey it; your own agent need
-    not."""
+    """Maximum number of policy calls per episode. The built-in agents obey this limit;
+    your own agent need not."""
     timeout_s: float = Field(default=300.0, gt=0)
     """The time limit of one episode, in seconds. Beyond it, the episode is recorded as failed. Time
     during which the engine sleeps (rollout.sharing: turns) does not count."""
@@ -97,12 +98,12 @@ class CommandAgentSection(AgentSection):
     cwd: Path | None = None
     """The folder that the program runs in. Default: the recipe's."""
     env: Mapping[str, str] = Field(default_factory=dict)
-    """More environment variables for the program. It also gets those of this process and those that
-    lead to the policy. The run's folder stores the values of `env`, so keep secrets in this
-    process's own environment."""
+    """More environment variables for the program, in addition to the variables of this process and
+    the addresses of the policy. The run's folder stores the values of `env`, so keep secrets in
+    this process's own environment."""
     max_processes: int | None = Field(default=None, ge=1)
     """Maximum number of attempts that run at once in one process of the run. The others wait, and
-    the wait does not count as their time. Default: four per core."""
+    the wait does not count as their time. Default: four attempts per core."""
 
 
 class FunctionAgentSection(AgentSection):
@@ -128,28 +129,28 @@ class SingleTurnSection(AgentSection):
 
 class ToolAgentSection(AgentSection):
     """Sends a task's query to the policy, makes the tool calls of each reply and returns their
-    results, until a reply is the final answer. The recipe's `rewards` score it, or its tools score
-    the state that the attempt leaves."""
+    results, until a reply is the final answer. The recipe's `rewards` score the answer, or the
+    tools score the state that the attempt leaves."""
 
     text_names = ("system", "instruction", "examples", "tools.*")
 
     type: Literal["tool_agent"] = "tool_agent"
     tools: tuple[ToolEntry, ...] = Field(min_length=1)
-    """The tools that it can call: names of registered tools (`agentevo list tools`), or entries
-    with options."""
+    """The tools that the agent can call: names of registered tools (`agentevo list tools`), or
+    entries with options."""
     format: Literal["native", "react", "search_tags"] = "native"
-    """How the policy writes calls. `native`: as the model's chat template does, which also writes
-    the tools into the prompt; `react`: as the texts Thought, Action and Action Input, for models
-    whose template has no tools; `search_tags`: as Search-R1's <search> and <information>, for one
-    search tool."""
+    """The form in which the policy writes calls. `native`: the form of the model's chat template,
+    which also writes the tools into the prompt; `react`: the texts Thought, Action and Action
+    Input, for models whose template has no tools; `search_tags`: the tags <search> and
+    <information> of Search-R1, for one search tool."""
     system_prompt: str | None = None
     """System message. None: the chat template's own default."""
     instruction: str | None = None
     """The text after the query in the user's message."""
     final: Literal["reply", "answer_tag"] = "reply"
     """The final answer: the first `reply` without a call, or the first with <answer>...</answer>
-    (`answer_tag`). With answer_tag, the agent answers a reply with neither by a message that says
-    so, and the attempt continues."""
+    (`answer_tag`). With answer_tag, the agent sends a message about a reply that has neither a call
+    nor the tag, and the attempt continues."""
     max_tool_calls: int | None = Field(default=None, ge=1)
     """Maximum number of tool calls per attempt. Default: only the number of turns limits them."""
     max_calls_per_turn: int = Field(default=16, ge=1)
@@ -189,8 +190,8 @@ class CodeAgentSection(AgentSection):
     """The text after the query in the user's message."""
     final: Literal["reply", "answer_tag"] = "reply"
     """The final answer: the first `reply` without code, or the first with <answer>...</answer>
-    (`answer_tag`). With answer_tag, the agent answers a reply with neither by a message that says
-    so, and the attempt continues."""
+    (`answer_tag`). With answer_tag, the agent sends a message about a reply that has neither code
+    nor the tag, and the attempt continues."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens that the policy samples in one attempt. Default: only the context
     limits them."""
@@ -200,8 +201,8 @@ class CodeAgentSection(AgentSection):
     """Maximum length of a block's output, in characters. Of a longer output, the policy reads the
     head and the tail."""
     keep_files_kib: int = Field(default=1024, ge=0, le=8192)
-    """Size limit, in KiB, of the files that are stored with the trajectory: those that the code
-    made or changed. Files that do not fit are left out. 0 stores none."""
+    """Size limit, in KiB, of the stored files of a trajectory: the files that the code created or
+    changed. Files that do not fit are left out. 0 stores no files."""
     code_penalty: float = Field(default=0.0, ge=0)
     """Subtracted from the reward of a turn whose code failed or whose code block is not closed."""
 
@@ -228,7 +229,7 @@ def agent(name: str) -> Callable[[A], A]:
     """
 
     def add(item: A) -> A:
-        _check(name, item)
+        _check_agent(name, item)
         if name in SECTIONS:
             raise ConfigError(f"agents: the name {name!r} is built in: choose another")
         agents.register(name)(item)
@@ -247,7 +248,7 @@ def agent_section(name: str) -> type[AgentSection]:
     if name in SECTIONS:
         return SECTIONS[name]
     item = agents.get(name)
-    _check(name, item)
+    _check_agent(name, item)
     return getattr(item, "Config", AgentSection)
 
 
@@ -272,41 +273,47 @@ def takes_policy(function: Any, name: str | None = None) -> bool:
     function that can be called in neither way."""
     name = name or getattr(function, "__name__", type(function).__name__)
     if not callable(function):
-        raise ConfigError(f"the agent {name!r} is not a function: {_SHAPES}")
+        raise ConfigError(f"the agent {name!r} is not a function: {_SIGNATURE_REMEDY}")
 
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"the agent {name!r} has no readable signature: {_SHAPES}") from error
+        raise ConfigError(
+            f"the agent {name!r} has no readable signature: {_SIGNATURE_REMEDY}"
+        ) from error
 
-    places = [
+    positional = [
         parameter
         for parameter in parameters
-        if parameter.kind in (parameter.POSITIONAL_ONLY, _NAMED)
+        if parameter.kind in (parameter.POSITIONAL_ONLY, _POSITIONAL_OR_KEYWORD)
     ]
-    has_more = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
-    needed = [parameter for parameter in parameters if parameter.default is parameter.empty]
-    num_needed = sum(parameter in places for parameter in needed)
+    has_varargs = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+    required = [parameter for parameter in parameters if parameter.default is parameter.empty]
+    num_required = sum(parameter in positional for parameter in required)
     if (
-        num_needed > 2
-        or not (places or has_more)
-        or any(parameter.kind is _KEYWORD for parameter in needed)
+        num_required > 2
+        or not (positional or has_varargs)
+        or any(parameter.kind is _KEYWORD_ONLY for parameter in required)
     ):
-        raise ConfigError(f"the agent {name!r} takes {_words(parameters)}: {_SHAPES}")
+        raise ConfigError(
+            f"the agent {name!r} takes {_parameter_names(parameters)}: {_SIGNATURE_REMEDY}"
+        )
 
-    return num_needed == 2 or has_more or (len(places) > 1 and places[1].name == "policy")
+    return (
+        num_required == 2 or has_varargs or (len(positional) > 1 and positional[1].name == "policy")
+    )
 
 
-_NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD
-_KEYWORD = inspect.Parameter.KEYWORD_ONLY
-_SHAPES = "make it `run(task)` or `run(task, policy)`, with `def` or `async def`"
+_POSITIONAL_OR_KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+_SIGNATURE_REMEDY = "make it `run(task)` or `run(task, policy)`, with `def` or `async def`"
 
 
-def _words(parameters: list[inspect.Parameter]) -> str:
+def _parameter_names(parameters: list[inspect.Parameter]) -> str:
     return ", ".join(parameter.name for parameter in parameters) or "no parameters"
 
 
-def _check(name: str, item: Any) -> None:
+def _check_agent(name: str, item: Any) -> None:
     if not inspect.isclass(item):
         takes_policy(item, name)
         return

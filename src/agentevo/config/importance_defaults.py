@@ -42,7 +42,7 @@ def with_importance(tree: Any) -> Any:
     preset = POLICY_PRESETS[name]
     algorithm = {**preset.keys, **section}
     loss = POLICY_LOSSES.get(algorithm.get("policy_loss") or preset.parts["policy_loss"])
-    if loss is None or loss.weighs_sampling or algorithm.get("train_observations"):
+    if loss is None or loss.has_importance_weights or algorithm.get("train_observations"):
         return tree
 
     if not DEFAULTS.keys() & algorithm.keys():

@@ -1,5 +1,5 @@
-"""Checks that a recipe's judges may be used for training: the results of `agentevo judge`
-for each judge, and the bars that they must reach."""
+"""Checks that a recipe's judges may be used for training: the results of `agentevo judge` for each
+judge must reach the thresholds of the recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentevo.rewards import RewardConfig
 from agentevo.rewards.judging import THRESHOLDS, JudgeOptions
 from agentevo.runtime.parsing import read_json_object
 
-_NOT_OF_THE_JUDGE = {
+_OPTIONS_OUTSIDE_DIGEST = {
     "weight",
     "timeout_s",
     "requires",
@@ -30,21 +30,29 @@ _NOT_OF_THE_JUDGE = {
     "uncalibrated",
     *THRESHOLDS,
 }
-_OF_THE_MODEL = {"api", "model", "temperature", "top_p", "max_new_tokens", "extra", "dtype"}
+_MODEL_SETTINGS_IN_DIGEST = {
+    "api",
+    "model",
+    "temperature",
+    "top_p",
+    "max_new_tokens",
+    "extra",
+    "dtype",
+}
 
 
 def judge_digest(judge: JudgeOptions, sections: Mapping[str, RemoteModelSection]) -> str:
     """A digest of everything that determines a judge's answers: its models, their settings and its
-    prompts. It does not depend on the servers' addresses, nor on whether a default is written
-    out."""
+    prompts. The digest does not depend on the servers' addresses, nor on whether a default is
+    written out."""
     models = [
-        sections[name].model_dump(mode="json", include=_OF_THE_MODEL)
+        sections[name].model_dump(mode="json", include=_MODEL_SETTINGS_IN_DIGEST)
         for name in judge.models
         if name in sections
     ]
-    options = judge.model_dump(mode="json", exclude={*_NOT_OF_THE_JUDGE, "models"})
-    written = json.dumps([options, models], sort_keys=True, ensure_ascii=True)
-    return hashlib.sha256(written.encode()).hexdigest()
+    options = judge.model_dump(mode="json", exclude={*_OPTIONS_OUTSIDE_DIGEST, "models"})
+    canonical_json = json.dumps([options, models], sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(canonical_json.encode()).hexdigest()
 
 
 def check_calibrated(
@@ -86,26 +94,29 @@ def _problem(judge: JudgeOptions, digest: str) -> str:
             f"votes): {remedy}"
         )
 
-    problems = below_bars(judge, values)
+    problems = missed_thresholds(judge, values)
     if not problems:
         return ""
 
-    return f"{'; '.join(problems)} ({path}): choose another judge or rubric, or lower the bar"
+    return f"{'; '.join(problems)} ({path}): choose another judge or rubric, or relax the threshold"
 
 
-def below_bars(judge: JudgeOptions, values: Mapping[str, Any]) -> list[str]:
-    """The bars that a judge does not reach, in words. `values`: the measurements by the names of
-    the bars; None if a value could not be measured."""
+def missed_thresholds(judge: JudgeOptions, values: Mapping[str, Any]) -> list[str]:
+    """A text for each threshold that a judge does not reach. `values`: threshold -> measured value;
+    None if the value could not be measured."""
     problems = []
-    for name, (what, at_least) in THRESHOLDS.items():
+    for name, (quantity, is_lower_bound) in THRESHOLDS.items():
         value = values.get(name)
-        bar = getattr(judge, name)
+        threshold = getattr(judge, name)
         if value is None:
-            if at_least:
-                problems.append(f"{what} could not be measured, but the bar is {name}={bar:g}")
-        elif (value < bar) if at_least else (abs(value) > bar):
+            if is_lower_bound:
+                problems.append(
+                    f"{quantity} could not be measured, but the threshold is {name}={threshold:g}"
+                )
+        elif (value < threshold) if is_lower_bound else (abs(value) > threshold):
             problems.append(
-                f"{what} is {value:.3g}, {'below' if at_least else 'above'} {name}={bar:g}"
+                f"{quantity} is {value:.3g}, {'below' if is_lower_bound else 'above'} "
+                f"{name}={threshold:g}"
             )
 
     return problems

@@ -22,22 +22,22 @@ def world_size() -> int:
 
 
 def follows() -> bool:
-    """Whether this process is one of several that train together and not the first."""
+    """Whether this process trains together with others and is not the first of them."""
     return world_size() > 1 and os.environ.get("RANK", "0") != "0"
 
 
-def check_alone(what: str) -> None:
+def check_alone(command: str) -> None:
     """Raises ConfigError if a launcher started several processes of a single-process command."""
     if world_size() > 1:
         raise ConfigError(
-            f"WORLD_SIZE={world_size()}: {what} runs in one process: start it without torchrun"
+            f"WORLD_SIZE={world_size()}: {command} runs in one process: start it without torchrun"
         )
 
 
 class ParallelSection(Section):
-    """How the training processes share the work. shard x tensor x context x pipeline must divide
-    the number of processes; the quotient is the number of replicas. Each of shard x replicas
-    processes (or pipelines) gets its own part of every minibatch."""
+    """The division of the work among the training processes. shard x tensor x context x pipeline
+    must divide the number of processes; the quotient is the number of replicas. Each of shard x
+    replicas processes (or pipelines) gets its own part of every minibatch."""
 
     shard: int = Field(default=1, ge=1)
     """Processes that each keep a part of every weight, of its gradient and of its moments (FSDP),
@@ -45,13 +45,14 @@ class ParallelSection(Section):
     tensor: int = Field(default=1, ge=1)
     """Processes that each compute a part of every large matrix product (tensor parallelism)."""
     context: int = Field(default=1, ge=1)
-    """Processes that each compute a stretch of every sequence (context parallelism)."""
+    """Processes that each compute a section of every sequence (context parallelism)."""
     expert: int = Field(default=1, ge=1)
     """Processes that each keep a part of the experts of a mixture; must divide shard x
     replicas."""
     pipeline: int = Field(default=1, ge=1)
-    """Processes that each keep a stretch of the layers, through which micro-batches pass one after
-    the other (pipeline parallelism); must divide the layers. Not together with another of these."""
+    """Processes that each keep some consecutive layers, through which micro-batches pass one after
+    the other (pipeline parallelism); must divide the layers. No other of these sizes may be above
+    1 then."""
 
     @property
     def is_spread(self) -> bool:
@@ -60,29 +61,29 @@ class ParallelSection(Section):
 
     @property
     def above_one(self) -> dict[str, int]:
-        """The sizes above 1, by key."""
+        """Key -> size, for the sizes above 1."""
         return {key: size for key, size in self.model_dump().items() if size > 1}
 
     def shared_by(self, world: int) -> str:
         """How `world` processes share the work, such as shard=2 x replicas=2; empty for a single
-        process. Raises ValueError as `replicas` does."""
+        process. Raises the ValueError of `replicas`."""
         replicas = self.replicas(world)
         sizes = self.above_one | ({"replicas": replicas} if replicas > 1 else {})
         return " x ".join(f"{key}={size}" for key, size in sizes.items())
 
     def replicas(self, world: int) -> int:
-        """How many copies of the model `world` processes hold. Raises ValueError with the keys if
-        the sizes don't fit."""
-        inner = self.shard * self.tensor * self.context * self.pipeline
-        if world % inner:
+        """The number of copies of the model among `world` processes. Raises ValueError with the
+        keys if the sizes don't divide the processes."""
+        model_processes = self.shard * self.tensor * self.context * self.pipeline
+        if world % model_processes:
             raise ValueError(
                 f"trainer.parallel: shard={self.shard} x tensor={self.tensor} x "
-                f"context={self.context} x pipeline={self.pipeline} is {inner}, which does "
-                f"not divide the {world} processes that train: start a multiple of {inner} "
-                "(torchrun --nproc-per-node), or choose smaller sizes"
+                f"context={self.context} x pipeline={self.pipeline} is {model_processes}, which "
+                f"does not divide the {world} processes that train: start a multiple of "
+                f"{model_processes} (torchrun --nproc-per-node), or choose smaller sizes"
             )
 
-        replicas = world // inner
+        replicas = world // model_processes
         if (replicas * self.shard) % self.expert:
             raise ValueError(
                 f"trainer.parallel.expert={self.expert} does not divide the "
@@ -94,8 +95,7 @@ class ParallelSection(Section):
 
 
 def parallel_contradictions(config: RunConfig) -> list[str]:
-    """Settings that trainer.parallel does not support with any number of processes, as 'what:
-    remedy'."""
+    """Texts about settings that trainer.parallel never supports, each with a remedy."""
     parallel = config.trainer.parallel
     problems = list[str]()
     if config.memory.optimizer == "adamw_8bit" and parallel.is_spread:
@@ -111,11 +111,11 @@ def parallel_contradictions(config: RunConfig) -> list[str]:
             "and split the base model by trainer.parallel.shard, long sequences by context"
         )
 
-    return problems + _of_stages(config) if parallel.pipeline > 1 else problems
+    return problems + _pipeline_contradictions(config) if parallel.pipeline > 1 else problems
 
 
-def _of_stages(config: RunConfig) -> list[str]:
-    """Settings that pipeline stages do not support."""
+def _pipeline_contradictions(config: RunConfig) -> list[str]:
+    """Texts about settings that pipeline stages do not support."""
     parallel = config.trainer.parallel
     needs = config.algorithm.needs
 
@@ -139,11 +139,11 @@ def _of_stages(config: RunConfig) -> list[str]:
         ),
     }
     problems += [
-        f"{what} together with trainer.parallel.pipeline={parallel.pipeline}: pipeline stages "
+        f"{feature} together with trainer.parallel.pipeline={parallel.pipeline}: pipeline stages "
         "compute only the policy and the reference: set pipeline to 1, and split the models by "
         "trainer.parallel.shard"
-        for what, is_asked in features.items()
-        if is_asked
+        for feature, is_enabled in features.items()
+        if is_enabled
     ]
     if config.memory.offload_activations:
         problems.append(

@@ -22,8 +22,8 @@ Reward: TypeAlias = str | Mapping[str, Any] | pydantic.BaseModel | Callable[...,
 """A reward by name, with options, or as a function or class."""
 
 
-def named_reward(candidate: Reward) -> Any:
-    """A reward as the recipe's list would hold it. A function or class is registered under its own
+def reward_entry(candidate: Reward) -> Any:
+    """The entry of the recipe's list for a reward. A function or class is registered under its own
     name. Raises ConfigError."""
     if isinstance(candidate, (str, Mapping, pydantic.BaseModel)):
         return plain_option(candidate, named=False)
@@ -42,8 +42,8 @@ def named_reward(candidate: Reward) -> Any:
 
 
 def read_rewards(value: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
-    """Reads the entries, and returns them with a line about each problem. An entry is a name, or a
-    mapping with a name."""
+    """Reads the entries. Returns the valid entries and a line about each problem. An entry is a
+    name, or a mapping with a name."""
     entries = value if isinstance(value, (list, tuple)) else [value]
     configs: list[RewardConfig] = []
     lines: list[str] = []
@@ -53,22 +53,22 @@ def read_rewards(value: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
             continue
 
         options = {"name": entry} if isinstance(entry, str) else entry
-        place = f"rewards[{index}]"
+        path = f"rewards[{index}]"
         if not isinstance(options, dict):
-            lines.append(f"{place}: got {entry!r}; needs a name, or a mapping with a name")
+            lines.append(f"{path}: got {entry!r}; needs a name, or a mapping with a name")
             continue
 
         name = options.get("name")
         reward_names = rewards.names()
         if not isinstance(name, str) or name not in reward_names:
-            lines.append(describe_wrong_choice(place, options, "name", reward_names, OF_YOUR_OWN))
+            lines.append(describe_wrong_choice(path, options, "name", reward_names, OF_YOUR_OWN))
             continue
 
-        model = reward_config(name)
+        config_type = reward_config(name)
         try:
-            configs.append(model.model_validate(options))
+            configs.append(config_type.model_validate(options))
         except pydantic.ValidationError as error:
-            lines += [entry_problem(place, model, detail) for detail in error.errors()]
+            lines += [entry_problem(path, config_type, detail) for detail in error.errors()]
 
     names = [config.title for config in configs]
     duplicate = next((name for name in names if names.count(name) > 1), None)
@@ -96,7 +96,7 @@ def read_rewards(value: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
 
 
 def penalty_contradictions(config: RunConfig) -> list[str]:
-    """Penalties of the agent that a list of rewards leaves out, as 'what: remedy'."""
+    """Texts about the agent's penalties that a list of rewards leaves out, each with a remedy."""
     listed = [reward.name for reward in config.rewards]
     if not listed or "returned" in listed:
         return []
@@ -110,12 +110,13 @@ def penalty_contradictions(config: RunConfig) -> list[str]:
 
 
 def _stage_problems(configs: Sequence[RewardConfig]) -> list[str]:
-    """Rewards that end before they begin, and steps in which no reward counts."""
+    """Finds a reward that ends before it begins, or a step in which no reward counts. Returns at
+    most one problem."""
     for index, config in enumerate(configs):
         if config.until_step is not None and config.until_step < config.from_step:
             return [
                 f"rewards[{index}].until_step: {config.until_step} is before from_step="
-                f"{config.from_step}: exchange them"
+                f"{config.from_step}: swap the two values"
             ]
 
     if not any(config.counts_at(None) for config in configs):

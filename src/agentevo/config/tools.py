@@ -58,7 +58,7 @@ class FunctionToolSection(ToolSection):
 
     type: Literal["function"] = "function"
     name: str
-    """Its registered name (`agentevo list tools`)."""
+    """The registered name of the tool (`agentevo list tools`)."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """Arguments of a class's constructor, by name, in addition to the task."""
 
@@ -87,7 +87,8 @@ PACKAGED: Mapping[str, str] = {
     "search": "agentevo.agents.tools.search:CorpusSearch",
     "web_search": "agentevo.agents.tools.web_search:WebSearch",
 }
-"""The tools that AgentEvo provides: known by name, imported on first use."""
+"""Name -> class or function of the tools that AgentEvo provides. The first use imports the
+module."""
 tools: Registry[Any] = Registry("tools", PACKAGED)
 """Name -> function or class."""
 _cached: set[str] = set()
@@ -98,7 +99,7 @@ def tool(name: str, *, cache: bool = False) -> Callable[[T], T]:
     """Decorator that registers a tool under `name`: a function, async or not, or a class. A recipe
     imports its module with the key `import`; `agentevo.train(tools=[...])` also accepts the name.
 
-    Set `cache` if equal calls have equal results and no side effects: the result is then reused.
+    Set `cache` if equal calls have equal results and no side effects. Results are then reused.
     Raises ConfigError for an object that cannot be a tool.
     """
 
@@ -106,8 +107,8 @@ def tool(name: str, *, cache: bool = False) -> Callable[[T], T]:
         check_tool(name, item)
         if cache and inspect.isclass(item):
             raise ConfigError(
-                f"the tool {name!r} is a class with a state of its own for each attempt: its calls "
-                "can't be cached"
+                f"the tool {name!r} is a class with a state for each attempt, so its calls can't "
+                "be cached: leave out cache=True"
             )
 
         tools.register(name)(item)
@@ -124,8 +125,8 @@ def says_cached(name: str) -> bool:
     return name in _cached
 
 
-def named_tool(candidate: Tool) -> Any:
-    """A tool as the recipe's list would hold it. A function or class is registered under its own
+def tool_entry(candidate: Tool) -> Any:
+    """The entry of `agent.tools` for a tool. A function or class is registered under its own
     name. Raises ConfigError."""
     if isinstance(candidate, (str, Mapping)):
         return candidate
@@ -147,7 +148,7 @@ def named_tool(candidate: Tool) -> Any:
 
 
 def public_methods(item: type) -> dict[str, Any]:
-    """Name -> function of every tool of a class."""
+    """Name -> function of each public method of a tool class."""
     functions = inspect.getmembers(item, inspect.isfunction)
     return {
         name: function
@@ -157,13 +158,13 @@ def public_methods(item: type) -> dict[str, Any]:
 
 
 def check_tool(name: str, item: Any) -> None:
-    """Raises ConfigError for an object that can't be a tool. Types and docstrings are read on first
-    use."""
+    """Raises ConfigError for an object that can't be a tool. The first use of a
+    tool reads its types and docstrings."""
     if inspect.isclass(item):
         if not public_methods(item):
             raise ConfigError(
-                f"the tool {name!r}: the class {item.__name__} has no public methods, which would "
-                "be its tools: add one"
+                f"the tool {name!r}: the class {item.__name__} has no public methods, which are "
+                "the tools of a class: add one"
             )
         return
 

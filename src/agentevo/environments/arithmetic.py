@@ -1,8 +1,8 @@
 """Arithmetic over given numbers: a safe evaluator of expressions, a search for an expression with a
 given value, and the random player's success rate.
 
-Values are exact fractions. A single kind of move builds every expression that uses each number
-once: join two of the remaining terms, in order, with an operation, until a single term is left.
+Values are exact fractions. Moves build every expression that uses each number once. A move joins
+an ordered pair of the remaining terms by an operation. The last move leaves a single term.
 """
 
 from __future__ import annotations
@@ -21,13 +21,18 @@ OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "*": operator.mul,
     "/": operator.truediv,
 }
-NODES: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+OPERATION_OF_NODE: dict[type[ast.operator], str] = {
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.Div: "/",
+}
 MAX_CHARACTERS = 200
 """Longer expressions are not parsed, which limits their depth and size."""
-PLAIN = re.compile(r"[0-9+\-*/() ]+")
+_ARITHMETIC_TEXT = re.compile(r"[0-9+\-*/() ]+")
 
 Term = tuple[Fraction, str]
-"""A value and the expression that has it."""
+"""The value of an expression, and its text."""
 
 
 def evaluate(expression: str, operations: str = "+-*/") -> tuple[Fraction | None, list[int]] | None:
@@ -36,7 +41,7 @@ def evaluate(expression: str, operations: str = "+-*/") -> tuple[Fraction | None
 
     The value is None for a division by zero. Returns None for any other text. Nothing is executed.
     """
-    if len(expression) > MAX_CHARACTERS or not PLAIN.fullmatch(expression):
+    if len(expression) > MAX_CHARACTERS or not _ARITHMETIC_TEXT.fullmatch(expression):
         return None
 
     try:
@@ -46,23 +51,23 @@ def evaluate(expression: str, operations: str = "+-*/") -> tuple[Fraction | None
 
     numbers: list[int] = []
 
-    def value(node: ast.expr) -> Fraction:
+    def evaluate_node(node: ast.expr) -> Fraction:
         if isinstance(node, ast.Constant) and type(node.value) is int:
             numbers.append(node.value)
             return Fraction(node.value)
 
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and "-" in operations:
-            return -value(node.operand)
+            return -evaluate_node(node.operand)
 
-        if isinstance(node, ast.BinOp) and NODES.get(type(node.op), "?") in operations:
-            left = value(node.left)
-            right = value(node.right)
-            return OPERATIONS[NODES[type(node.op)]](left, right)
+        if isinstance(node, ast.BinOp) and OPERATION_OF_NODE.get(type(node.op), "?") in operations:
+            left = evaluate_node(node.left)
+            right = evaluate_node(node.right)
+            return OPERATIONS[OPERATION_OF_NODE[type(node.op)]](left, right)
 
         raise SyntaxError(f"{type(node).__name__} is not arithmetic over {operations}")
 
     try:
-        return value(tree), numbers
+        return evaluate_node(tree), numbers
     except ZeroDivisionError:
         return None, [
             node.value
@@ -73,32 +78,34 @@ def evaluate(expression: str, operations: str = "+-*/") -> tuple[Fraction | None
         return None
 
 
-def joins(terms: list[Term], operations: str) -> Iterator[list[Term]]:
-    """Every list of terms that a move can lead to, in a fixed order, without divisions by zero."""
+def possible_moves(terms: list[Term], operations: str) -> Iterator[list[Term]]:
+    """The terms after each possible move, in a fixed order, without divisions by zero."""
     for first in range(len(terms)):
         for second in range(len(terms)):
             if first == second:
                 continue
             rest = [term for index, term in enumerate(terms) if index not in (first, second)]
-            for sign in operations:
-                if (sign in "+*" and first > second) or (sign == "/" and terms[second][0] == 0):
+            for operation in operations:
+                if (operation in "+*" and first > second) or (
+                    operation == "/" and terms[second][0] == 0
+                ):
                     continue
-                yield [*rest, join(terms[first], terms[second], sign)]
+                yield [*rest, join_terms(terms[first], terms[second], operation)]
 
 
-def join(left: Term, right: Term, sign: str) -> Term:
-    """The two terms joined by an operation. Raises ZeroDivisionError."""
-    return OPERATIONS[sign](left[0], right[0]), f"({left[1]} {sign} {right[1]})"
+def join_terms(left: Term, right: Term, operation: str) -> Term:
+    """Joins two terms by an operation. Raises ZeroDivisionError."""
+    return OPERATIONS[operation](left[0], right[0]), f"({left[1]} {operation} {right[1]})"
 
 
-def bare(expression: str) -> str:
+def strip_parentheses(expression: str) -> str:
     """The expression without its outer parentheses, which every joined term has."""
     return expression[1:-1] if expression.startswith("(") else expression
 
 
 def solve(numbers: list[int], target: int, operations: str = "+-*/") -> str | None:
-    """An expression that uses every number once and equals `target`. None if there is none. The
-    search is depth-first and visits equal terms once."""
+    """An expression that uses every number once and equals `target`. None if no expression does.
+    The search is depth-first and visits equal terms once."""
     visited: set[tuple[Fraction, ...]] = set()
 
     def search(terms: list[Term]) -> str | None:
@@ -111,12 +118,16 @@ def solve(numbers: list[int], target: int, operations: str = "+-*/") -> str | No
 
         visited.add(key)
         return next(
-            (solution for following in joins(terms, operations) if (solution := search(following))),
+            (
+                solution
+                for next_terms in possible_moves(terms, operations)
+                if (solution := search(next_terms))
+            ),
             None,
         )
 
     solution = search([(Fraction(number), str(number)) for number in numbers])
-    return None if solution is None else bare(solution)
+    return None if solution is None else strip_parentheses(solution)
 
 
 def random_expression(numbers: list[int], operations: str, rng: random.Random) -> str:
@@ -130,7 +141,7 @@ def random_expression(numbers: list[int], operations: str, rng: random.Random) -
             joined,
         ]
 
-    return bare(terms[0])
+    return strip_parentheses(terms[0])
 
 
 def random_expression_success(numbers: list[int], target: int, operations: str = "+-*/") -> float:
@@ -149,11 +160,11 @@ def random_expression_success(numbers: list[int], target: int, operations: str =
                     continue
 
                 rest = [value for index, value in enumerate(values) if index not in (first, second)]
-                for sign in operations:
-                    if sign == "/" and values[second] == 0:
+                for operation in operations:
+                    if operation == "/" and values[second] == 0:
                         continue
                     total += chance(
-                        tuple(sorted([*rest, OPERATIONS[sign](values[first], values[second])]))
+                        tuple(sorted([*rest, OPERATIONS[operation](values[first], values[second])]))
                     )
 
         return total / (len(values) * (len(values) - 1) * len(operations))

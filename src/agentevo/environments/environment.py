@@ -76,8 +76,8 @@ class TextEnvironment(gymnasium.Env[str, str], ABC):
     def baselines(self, max_actions: int | None = None) -> Baselines:
         """The success rates of a uniformly random and an optimal player, from the state after
         `reset`, with at most `max_actions` actions (default: the config's). Small environments
-        compute them exactly, others estimate them by seeded play. None means unknown. The episode
-        does not change."""
+        compute the rates exactly, others estimate them by seeded play. An unknown rate is None. The
+        episode does not change."""
         return Baselines(random=None, optimal=None)
 
 

@@ -1,8 +1,8 @@
 """FrozenLake on random solvable maps: reach the goal, avoid the holes, slip on the ice.
 
-The rules are those of RAGEN's variant of Gymnasium's FrozenLake. Each tile is frozen with
-probability 0.8, start and goal are random tiles joined by a path, the reward is +1 at the goal,
-else 0, and a hole ends the episode. On slippery ice, a move goes in the intended direction with
+The rules follow RAGEN's variant of Gymnasium's FrozenLake. Each tile is frozen with probability
+0.8, and a path joins start and goal, which are random tiles. The reward is +1 at the goal, else 0.
+A hole ends the episode. On slippery ice, a move goes in the intended direction with
 probability 1/3, and in each perpendicular direction with probability 1/3. The success rates of both
 reference players are computed exactly from the map (see `planning`).
 """
@@ -22,8 +22,9 @@ from agentevo.environments.words import offset
 from agentevo.types import Baselines
 
 ACTIONS = ("Left", "Down", "Right", "Up")
-"""In turning order, so an action's neighbours in this cycle are perpendicular to it."""
-STEPS = ((0, -1), (1, 0), (0, 1), (-1, 0))
+"""The directions in turning order. The neighbours of a direction in this cycle are perpendicular
+to it."""
+DIRECTIONS = ((0, -1), (1, 0), (0, 1), (-1, 0))
 """The (row, column) change of each action."""
 ALPHABETS = {"ragen": "P_OGX√", "ascii": "P_OGXV"}
 """The symbols of: player, frozen tile, hole, goal, player in a hole, player on the goal."""
@@ -48,7 +49,7 @@ class FrozenLakeConfig(EnvironmentConfig):
 
 
 class LakeMap(NamedTuple):
-    """Tiles are numbered row by row from the top left."""
+    """A map whose tiles are numbered row by row from the top left."""
 
     size: int
     holes: frozenset[int]
@@ -58,8 +59,8 @@ class LakeMap(NamedTuple):
     def neighbour(self, tile: int, direction: int) -> int:
         """The tile next to `tile` in that direction, or `tile` itself at the edge of the map."""
         row, column = divmod(tile, self.size)
-        row += STEPS[direction][0]
-        column += STEPS[direction][1]
+        row += DIRECTIONS[direction][0]
+        column += DIRECTIONS[direction][1]
         return (
             row * self.size + column if 0 <= row < self.size and 0 <= column < self.size else tile
         )
@@ -71,10 +72,10 @@ class LakeMap(NamedTuple):
         while frontier:
             tile = frontier.pop()
             for direction in range(4):
-                following = self.neighbour(tile, direction)
-                if following not in reached and following not in self.holes:
-                    reached.add(following)
-                    frontier.append(following)
+                next_tile = self.neighbour(tile, direction)
+                if next_tile not in reached and next_tile not in self.holes:
+                    reached.add(next_tile)
+                    frontier.append(next_tile)
 
         return self.goal in reached
 
@@ -103,18 +104,19 @@ def success_tables(lake: LakeMap, slippery: bool) -> SuccessTables:
         for action in range(4):
             directions = ((action - 1) % 4, action, (action + 1) % 4) if slippery else (action,)
             for direction in directions:
-                following = lake.neighbour(tile, direction)
-                if following == lake.goal:
+                next_tile = lake.neighbour(tile, direction)
+                if next_tile == lake.goal:
                     win[action, tile] += 1 / len(directions)
-                elif following not in lake.holes:
-                    move[action, tile, following] += 1 / len(directions)
+                elif next_tile not in lake.holes:
+                    move[action, tile, next_tile] += 1 / len(directions)
 
     return SuccessTables(win, move)
 
 
 @environments.register("frozen_lake")
 class FrozenLakeEnvironment(EpisodicEnvironment):
-    """Walk to the goal. A seed determines the map, and the direction of the slip of each action."""
+    """The player walks to the goal. A seed determines the map, and the direction of the slip of
+    each action."""
 
     Config: ClassVar[type[EnvironmentConfig]] = FrozenLakeConfig
     config: FrozenLakeConfig
@@ -152,27 +154,37 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
         goal = divmod(self.lake.goal, self.lake.size)
 
         sides = []
-        for name, (down, right) in zip(ACTIONS, STEPS, strict=True):
+        for name, (down, right) in zip(ACTIONS, DIRECTIONS, strict=True):
             neighbour = (row + down) * size + column + right
-            inside = 0 <= row + down < size and 0 <= column + right < size
-            tile = (
+            is_inside = 0 <= row + down < size and 0 <= column + right < size
+            tile_word = (
                 "edge"
-                if not inside
+                if not is_inside
                 else "hole"
                 if neighbour in self.lake.holes
                 else "goal"
                 if neighbour == self.lake.goal
                 else "ice"
             )
-            sides.append(f"{name.lower()} {tile}")
+            sides.append(f"{name.lower()} {tile_word}")
 
         state = "You fell into a hole. " if self._tile in self.lake.holes else ""
-        near = sorted(
+        sorted_holes = sorted(
             (divmod(hole, size) for hole in self.lake.holes),
-            key=lambda h: (abs(h[0] - row) + abs(h[1] - column), h),
+            key=lambda position: (abs(position[0] - row) + abs(position[1] - column), position),
         )
-        holes = "; ".join(["", *(f"hole {offset(h[0] - row, h[1] - column)}" for h in near)])
-        return f"{state}Goal {offset(goal[0] - row, goal[1] - column)}; {', '.join(sides)}{holes}"
+        holes_text = "; ".join(
+            [
+                "",
+                *(
+                    f"hole {offset(position[0] - row, position[1] - column)}"
+                    for position in sorted_holes
+                ),
+            ]
+        )
+        return (
+            f"{state}Goal {offset(goal[0] - row, goal[1] - column)}; {', '.join(sides)}{holes_text}"
+        )
 
     def observe(self) -> str:
         if self.config.view == "words":
@@ -192,12 +204,12 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
         return "\n".join("".join(tiles[row * size : (row + 1) * size]) for row in range(size))
 
     def act(self, action: str) -> ActionResult:
-        chosen = choose(action, ACTIONS)
-        if chosen is None:
+        intended = choose(action, ACTIONS)
+        if intended is None:
             return INVALID
 
         direction = (
-            (chosen + self._slips.choice((-1, 0, 1))) % 4 if self.config.slippery else chosen
+            (intended + self._slips.choice((-1, 0, 1))) % 4 if self.config.slippery else intended
         )
         previous = self._tile
         self._tile = self.lake.neighbour(self._tile, direction)
@@ -211,7 +223,7 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
         )
 
     def tables(self) -> SuccessTables:
-        """Exact success rates on this episode's map, computed at the first call."""
+        """The exact success rates on this episode's map, which the first call computes."""
         if self._tables is None:
             self._tables = success_tables(self.lake, self.config.slippery)
         return self._tables

@@ -3,11 +3,11 @@ connection per episode.
 
 The server's schema decides how the player's text becomes an action. If an action has a single
 field, the text is that field. Otherwise the text is the action as a JSON object. A text that does
-not fit the schema is an invalid action. An observation is shown as its only field, or as `name:
-value` lines. The reward is the server's. If an episode ends without any reward, the attempt fails.
+not fit the schema is an invalid action. The player sees the only field of an observation, or `name:
+value` lines. The server gives the reward. If an episode ends without any reward, the attempt fails.
 
-No package of OpenEnv is needed. Every wait has a deadline, and messages have a size limit. A server
-that hangs, dies, or sends anything else fails the attempt.
+No package of OpenEnv is needed. Every wait has a deadline, and messages have a size limit. The
+attempt fails if the server hangs, dies, or sends another kind of message.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class OpenEnvConfig(EnvironmentConfig):
     reset: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
     """The options of every reset, in addition to the seed."""
     action: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
-    """Constant fields of every action, in addition to those from the player."""
+    """Constant fields of every action, in addition to the player's fields."""
     action_field: str | None = None
     """The field of an action that receives the player's text. Default: the only field, or the only
-    required one; with several, the player writes a JSON object."""
+    required field. If there are several, the player writes a JSON object."""
     observation_field: str | None = None
-    """The field of an observation to show. Default: all."""
+    """The field of an observation that the player sees. Default: all fields."""
     instructions: str = ""
     """The rules for the player. Empty: the server's description and the form of an action."""
     success_on: Literal["reward", "termination"] = "reward"
@@ -93,15 +93,16 @@ _forms_lock = threading.Lock()
 
 @environments.register("openenv")
 class OpenEnvEnvironment(EpisodicEnvironment):
-    """An episode at a server."""
+    """An episode at an OpenEnv server."""
 
     Config: ClassVar[type[EnvironmentConfig]] = OpenEnvConfig
     config: OpenEnvConfig
 
     def __init__(self, config: OpenEnvConfig) -> None:
-        """Raises ConfigError if no OpenEnv server answers, or if an option does not fit it."""
+        """Raises ConfigError if no OpenEnv server answers, or if an option does not fit the
+        server."""
         super().__init__(config)
-        self._form = form_of(config)
+        self._form = read_server_form(config)
         self._field = config.action_field or self._form.only_field(config.action)
 
         unknown = {*config.action, *filter(None, [config.action_field])} - {*self._form.fields}
@@ -113,7 +114,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
 
         self._open = ExitStack()
         self._connection: ClientConnection | None = None
-        self._shown = ""
+        self._observation_text = ""
         self._has_reward = False
 
     @property
@@ -129,16 +130,16 @@ class OpenEnvEnvironment(EpisodicEnvironment):
     def start(self, seed: int) -> None:
         self._has_reward = False
         message = {"seed": seed % MAX_SEED, **self.config.reset}
-        ends_at = time.monotonic() + self.config.session_timeout_s
+        deadline = time.monotonic() + self.config.session_timeout_s
         while True:
             self.close()
             self._connection = self._connect()
 
-            answer = self._ask("reset", message)
+            answer = self._request("reset", message)
             if answer.get("code") != NO_SESSION_LEFT:
                 break
 
-            if time.monotonic() > ends_at:
+            if time.monotonic() > deadline:
                 raise EnvironmentFailure(
                     f"openenv: {self.config.url} has no free session "
                     f"({storable(str(answer.get('message')), 200)}): raise its limit "
@@ -147,51 +148,51 @@ class OpenEnvEnvironment(EpisodicEnvironment):
 
             time.sleep(RETRY_S)
 
-        _refuse(answer, "reset", self.config.url)
-        if self._take(answer)[1]:
+        _raise_server_error(answer, "reset", self.config.url)
+        if self._apply_answer(answer)[1]:
             raise EnvironmentFailure(
                 f"openenv: the episode of {self.config.url} is over after its reset"
             )
 
     def observe(self) -> str:
-        return self._shown
+        return self._observation_text
 
     def act(self, action: str) -> ActionResult:
-        fields = self._fields(action)
+        fields = self._parse_action(action)
         if fields is None:
             return INVALID
 
-        answer = self._ask("step", fields)
+        answer = self._request("step", fields)
         if answer.get("code") == BAD_ACTION:
             return INVALID
 
-        _refuse(answer, "step", self.config.url)
-        before = self._shown
+        _raise_server_error(answer, "step", self.config.url)
+        previous_text = self._observation_text
 
-        reward, done = self._take(answer)
+        reward, done = self._apply_answer(answer)
         if done and not self._has_reward:
             raise EnvironmentFailure(
                 f"openenv: the episode of {self.config.url} ended, and no step of it had a reward"
             )
 
         success = answer["observation"].get("success")
-        won = self.config.success_on == "termination" or reward > 0
+        is_success = self.config.success_on == "termination" or reward > 0
         return ActionResult(
             reward=reward,
-            effective=self._shown != before or done,
+            effective=self._observation_text != previous_text or done,
             terminated=done,
-            success=success if isinstance(success, bool) else done and won,
+            success=success if isinstance(success, bool) else done and is_success,
         )
 
     def close(self) -> None:
         self._connection = None
         self._open.close()
 
-    def _fields(self, text: str) -> dict[str, Any] | None:
-        """The action of a text. None for a text that is not an action."""
+    def _parse_action(self, text: str) -> dict[str, Any] | None:
+        """Parses a text as an action. None for a text that is not an action."""
         if self._field is not None:
             schema = self._form.fields.get(self._field, {})
-            value = _value(text, schema)
+            value = _parse_value(text, schema)
             return None if value is None else {**self.config.action, self._field: value}
 
         try:
@@ -201,7 +202,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
 
         return {**fields, **self.config.action} if isinstance(fields, dict) else None
 
-    def _take(self, answer: Mapping[str, Any]) -> tuple[float, bool]:
+    def _apply_answer(self, answer: Mapping[str, Any]) -> tuple[float, bool]:
         """Reads an answer, and makes its observation the current one. Returns the reward, and
         whether the episode has ended. Raises EnvironmentFailure for an answer of another form."""
         observation = answer.get("observation")
@@ -221,7 +222,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
                 )
             self._has_reward = True
 
-        self._shown = shown(observation, self.config.observation_field)
+        self._observation_text = observation_text(observation, self.config.observation_field)
         return float(reward or 0.0), done
 
     def _connect(self) -> ClientConnection:
@@ -244,46 +245,47 @@ class OpenEnvEnvironment(EpisodicEnvironment):
                 f"openenv: {self.config.url} can't be reached: {type(error).__name__}: {error}"
             ) from error
 
-    def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The data of the server's answer. For an error message, the data with its `code`. Raises
-        EnvironmentFailure if no answer comes."""
+    def _request(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Sends a request and returns the data of the answer. Only the data of an error has the key
+        `code`. Raises EnvironmentFailure if no answer arrives."""
         assert self._connection is not None
 
-        where = f"openenv: {self.config.url} did not answer a {kind}"
+        problem = f"openenv: {self.config.url} did not answer a {kind}"
         try:
-            with suppress(ConnectionClosed):  # a refusal arrives before the end, and is read below
+            # A server that closes may have sent a refusal before, which recv still reads.
+            with suppress(ConnectionClosed):
                 self._connection.send(json.dumps({"type": kind, "data": data}))
             text = self._connection.recv(timeout=self.config.call_timeout_s)
         except TimeoutError:
             raise EnvironmentFailure(
-                f"{where} in environment.call_timeout_s={self.config.call_timeout_s:g} s"
+                f"{problem} in environment.call_timeout_s={self.config.call_timeout_s:g} s"
             ) from None
         except ConnectionClosed as error:
             if error.sent is not None and error.sent.code == 1009:
                 raise EnvironmentFailure(
-                    f"{where} with less than environment.max_message_mb="
+                    f"{problem} with less than environment.max_message_mb="
                     f"{self.config.max_message_mb:g} MB"
                 ) from error
-            raise EnvironmentFailure(f"{where}: the connection broke ({error})") from error
+            raise EnvironmentFailure(f"{problem}: the connection broke ({error})") from error
 
         try:
             answer = parse_json(text if isinstance(text, str) else text.decode())
         except (ParseError, UnicodeDecodeError) as error:
-            raise EnvironmentFailure(f"{where} in JSON: {error}") from error
+            raise EnvironmentFailure(f"{problem} in JSON: {error}") from error
 
-        inside = answer.get("data") if isinstance(answer, dict) else None
-        if not isinstance(inside, dict):
+        data_of_answer = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(data_of_answer, dict):
             raise EnvironmentFailure(
-                f"{where} as OpenEnv does, but with {storable(str(answer), 200)}"
+                f"{problem} as OpenEnv does, but with {storable(str(answer), 200)}"
             )
 
         if answer.get("type") == "error":
-            return {"code": "UNKNOWN", **inside}
+            return {"code": "UNKNOWN", **data_of_answer}
 
-        return {key: value for key, value in inside.items() if key != "code"}
+        return {key: value for key, value in data_of_answer.items() if key != "code"}
 
 
-def form_of(config: OpenEnvConfig) -> OpenEnvForm:
+def read_server_form(config: OpenEnvConfig) -> OpenEnvForm:
     """The server's description of its actions. Raises ConfigError if no OpenEnv server answers."""
     url = config.url.rstrip("/")
     with _forms_lock:
@@ -295,7 +297,7 @@ def form_of(config: OpenEnvConfig) -> OpenEnvForm:
 
 
 def _read_form(base: str, config: OpenEnvConfig) -> OpenEnvForm:
-    import httpx  # importing it loads rich, and this module is loaded with every recipe
+    import httpx  # httpx imports rich, and every recipe imports this module
 
     try:
         with httpx.Client(
@@ -304,8 +306,8 @@ def _read_form(base: str, config: OpenEnvConfig) -> OpenEnvForm:
             verify=trusted_context(),
         ) as client:
             schema = client.get(f"{base}/schema").raise_for_status().json()["action"]
-            about = client.get(f"{base}/metadata")
-            description = about.json().get("description", "") if about.is_success else ""
+            metadata = client.get(f"{base}/metadata")
+            description = metadata.json().get("description", "") if metadata.is_success else ""
 
         fields = {
             name: field
@@ -325,14 +327,14 @@ def _read_form(base: str, config: OpenEnvConfig) -> OpenEnvForm:
         ) from error
 
 
-def shown(observation: Mapping[str, Any], field: str | None) -> str:
+def observation_text(observation: Mapping[str, Any], field: str | None) -> str:
     """An observation as text."""
     if field is not None:
         if field not in observation:
             raise EnvironmentFailure(
                 f"openenv: the observation has no field {field!r}, only {', '.join(observation)}"
             )
-        return _plain(observation[field])
+        return _as_text(observation[field])
 
     fields = {
         name: value
@@ -340,22 +342,22 @@ def shown(observation: Mapping[str, Any], field: str | None) -> str:
         if name not in ("metadata", "done", "reward") and value is not None
     }
     if len(fields) == 1:
-        return _plain(next(iter(fields.values())))
+        return _as_text(next(iter(fields.values())))
 
-    return "\n".join(f"{name}: {_plain(value)}" for name, value in fields.items())
+    return "\n".join(f"{name}: {_as_text(value)}" for name, value in fields.items())
 
 
-def _plain(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    """A text as the value that a schema requires. None if it does not fit."""
+def _parse_value(text: str, schema: Mapping[str, Any]) -> Any:
+    """Parses a text as the value that a schema requires. None if the text does not fit."""
     schema = next((option for option in schema.get("anyOf", ()) if "type" in option), schema)
     if "enum" in schema:
         names = [str(value) for value in schema["enum"]]
-        place = choose(text, names)
-        return None if place is None else schema["enum"][place]
+        index = choose(text, names)
+        return None if index is None else schema["enum"][index]
 
     kind = schema.get("type", "string")
     if kind == "string":
@@ -377,8 +379,8 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
     return value if fits and (kind == "boolean") == isinstance(value, bool) else None
 
 
-def _refuse(answer: Mapping[str, Any], kind: str, url: str) -> None:
-    """Raises EnvironmentFailure for an error, with the server's message."""
+def _raise_server_error(answer: Mapping[str, Any], kind: str, url: str) -> None:
+    """Raises EnvironmentFailure with the server's message if the answer is an error."""
     if "code" in answer:
         raise EnvironmentFailure(
             f"openenv: the {kind} of {url} failed ({answer['code']}): "

@@ -1,13 +1,12 @@
-"""The manifest of a checkpoint, `checkpoint.json`. It names every file of the folder with its
-sha256.
+"""The manifest of a checkpoint, `checkpoint.json`: the sha256 of every file in the folder.
 
     {"step": 10, "value": 0.9 | null, "sha256": "ef…",
      "files": {"model.safetensors": "ab…", "optimizer/0.pt": "cd…"}}
 
-`sha256` is the checksum of the same object without this key, written without spaces and with sorted
-keys. So one checksum covers all bytes of all files. The manifest is written last, so a folder
-without it is incomplete. Its bytes are determined by its content, so any change is detected. Files
-are read back in chunks, several at once, while others are written to the disk.
+The key `sha256` is the checksum of the same object without this key, as JSON without spaces and
+with sorted keys. One checksum thus covers all bytes of all files. The manifest is written last, so
+a folder without it is incomplete. Its bytes are determined by its content, so any change is
+detected. Files are read back in chunks, several at once, while others are written to the disk.
 """
 
 from __future__ import annotations
@@ -40,15 +39,16 @@ VISIBLE_S = 90.0
 """How long a file that another machine wrote may take to appear here, because network file systems
 cache folders."""
 POLL_INTERVAL_S = 0.1
-"""How often to look for such a file."""
+"""The interval between two checks for such a file."""
 _CHUNK = 1 << 20
 _READERS = 4
 """The number of files that are hashed at once; hashing releases Python's lock."""
 
 
 class TornError(UnusableCheckpointError):
-    """A file of a checkpoint is missing or has changed since it was saved. If a file can't be read
-    now, the checkpoint may be complete: that is a CheckpointError, but not a TornError."""
+    """A file of a checkpoint is missing or has changed since it was saved. A file that
+    can't be read now is not a TornError, because the checkpoint may be complete, but another
+    CheckpointError."""
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,23 +73,23 @@ def seal(
     `known_digests`: the checksums of files that other processes have written, hashed and synced.
     Raises OSError."""
     deadline = time.monotonic() + VISIBLE_S
-    while lacking := [name for name in known_digests if not (folder / name).is_file()]:
+    while missing := [name for name in known_digests if not (folder / name).is_file()]:
         if time.monotonic() > deadline:
             raise OSError(
                 errno.ENOENT,
-                "another process wrote it, but this one does not see it: all processes need the "
-                "same folder for run.dir",
-                lacking[0],
+                "another process wrote this file, but this process does not see it: all "
+                "processes need the same folder for run.dir",
+                missing[0],
             )
 
         time.sleep(POLL_INTERVAL_S)
 
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    own_files = sorted(names - known_digests.keys())
+    new_files = sorted(names - known_digests.keys())
     with ThreadPoolExecutor(_READERS) as pool:
-        digests = list(pool.map(_hash_and_sync, (folder / name for name in own_files)))
+        digests = list(pool.map(_hash_and_sync, (folder / name for name in new_files)))
 
-    files = {**known_digests, **dict(zip(own_files, digests, strict=True))}
+    files = {**known_digests, **dict(zip(new_files, digests, strict=True))}
     manifest = CheckpointManifest(
         step=step, value=value, files=files, sha256=_sha256(step, value, files)
     )
@@ -102,8 +102,8 @@ def seal(
 
 
 def read(folder: Path) -> CheckpointManifest:
-    """Reads only the manifest, not the files. Raises TornError if it is missing or torn, and
-    CheckpointError if it can't be read now. Both name the file."""
+    """Reads only the manifest, not the files. Raises TornError if the manifest is missing or torn,
+    and CheckpointError if it can't be read now."""
     path = folder / NAME
     try:
         content = _regular_file(path).read_bytes()
@@ -130,49 +130,56 @@ def read(folder: Path) -> CheckpointManifest:
 
 
 def verify(folder: Path) -> CheckpointManifest:
-    """Reads every file again. Raises TornError, naming the first file that is missing or has
-    another checksum; and CheckpointError for a file that can't be read now or was added later."""
+    """Reads every file again. Raises TornError for the first file that is missing or has
+    another checksum, and CheckpointError for a file that can't be read now or was added later."""
     manifest = read(folder)
-    _refuse_others(folder, manifest)
-    _verify(folder, manifest.files, "is torn: resume from an older one")
+    _refuse_unlisted_files(folder, manifest)
+    _compare_files(folder, manifest.files, "is torn: resume from an older one")
     return manifest
 
 
 def verify_model(folder: Path, *, most_bytes: float = math.inf) -> bool:
     """Reads the files of the model again, if `folder` is a checkpoint. Other model folders have no
-    manifest, so there is nothing to compare. Returns whether all files were compared: if they are
-    larger than `most_bytes` together, large files are left out. Raises the errors of `verify`."""
+    manifest, so there is nothing to compare. Returns whether all files were compared. If the files
+    together are larger than `most_bytes`, large files are left out. Raises the errors of
+    `verify`."""
     if not (folder / NAME).exists():
         return True
 
     manifest = read(folder)
-    _refuse_others(folder, manifest)
+    _refuse_unlisted_files(folder, manifest)
     files = manifest.files
-    of_model = {n: files[n] for n in files if n not in TRAINING_FILES and "/" not in n}
-    sizes = {name: (folder / name).stat().st_size for name in of_model if (folder / name).is_file()}
+    model_files = {
+        name: files[name] for name in files if name not in TRAINING_FILES and "/" not in name
+    }
+    sizes = {
+        name: (folder / name).stat().st_size for name in model_files if (folder / name).is_file()
+    }
     is_small = sum(sizes.values()) <= most_bytes
     if not is_small:
         share = most_bytes / len(sizes)
-        of_model = {n: digest for n, digest in of_model.items() if sizes.get(n, 0) <= share}
+        model_files = {
+            name: digest for name, digest in model_files.items() if sizes.get(name, 0) <= share
+        }
 
-    _verify(
+    _compare_files(
         folder,
-        of_model,
+        model_files,
         "is torn, or was changed: use an older one; if you made the change on purpose, use a "
         f"copy of the folder without {NAME}",
     )
     return is_small
 
 
-def _refuse_others(folder: Path, manifest: CheckpointManifest) -> None:
+def _refuse_unlisted_files(folder: Path, manifest: CheckpointManifest) -> None:
     """Raises CheckpointError for a file that the manifest does not name. A loader may read such a
     file as an adapter, a template, or other weights."""
-    for place, folders, names in os.walk(folder):
-        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
-        for path in (Path(place, name) for name in sorted([*names, *links])):
-            inner = path.relative_to(folder)
-            is_hidden = any(part.startswith(".") for part in inner.parts)
-            if not is_hidden and inner.as_posix() not in {*manifest.files, NAME, *UNREAD_FILES}:
+    for parent, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        for path in (Path(parent, name) for name in sorted([*names, *links])):
+            relative = path.relative_to(folder)
+            is_hidden = any(part.startswith(".") for part in relative.parts)
+            if not is_hidden and relative.as_posix() not in {*manifest.files, NAME, *UNREAD_FILES}:
                 raise CheckpointError(
                     f"{path} is not a file of the checkpoint, which was saved without it: loading "
                     "the model may read it. Move it elsewhere and try again; if you added it on "
@@ -180,18 +187,18 @@ def _refuse_others(folder: Path, manifest: CheckpointManifest) -> None:
                 )
 
 
-def _verify(folder: Path, files: Mapping[str, str], problem: str) -> None:
+def _compare_files(folder: Path, files: Mapping[str, str], problem: str) -> None:
     with ThreadPoolExecutor(_READERS) as pool:
         digests = pool.map(_digest_or_error, (folder / name for name in files))
 
     for name, digest in zip(files, digests, strict=True):
         if digest != files[name]:
-            what = (
+            difference = (
                 digest
                 if digest.startswith("can't")
                 else f"has the sha256 {digest[:12]}…, not {files[name][:12]}…"
             )
-            raise TornError(f"{folder / name} {what}, so the checkpoint {problem}")
+            raise TornError(f"{folder / name} {difference}, so the checkpoint {problem}")
 
 
 def _hash_and_sync(path: Path) -> str:
@@ -213,15 +220,15 @@ def _digest_or_error(path: Path) -> str:
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"{path} can't be read now ({error.strerror or error}), so it is unknown whether its "
-        "checkpoint is whole: fix that and try again, or delete the checkpoint's folder to "
-        "resume from an older one"
+        "checkpoint is whole: fix that and try again, or delete the checkpoint's folder "
+        "to resume from an older one"
     )
 
 
 def _regular_file(path: Path) -> Path:
     """The path, if it is a regular file: opening a pipe would wait."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise FileNotFoundError(errno.ENOENT, "it is no file", str(path))
+        raise FileNotFoundError(errno.ENOENT, "not a regular file", str(path))
     return path
 
 

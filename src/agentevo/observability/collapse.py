@@ -1,9 +1,9 @@
-"""Early signs that a run is collapsing, in plain words with what to change.
+"""Warnings about early signs that a run is collapsing, each with a remedy.
 
 Multi-turn RL often dies without an error. RAGEN (arXiv 2504.20073, "echo trap") finds that the
-spread of rewards inside groups and the entropy move tens of steps before the reward does. When the
-gradient norm spikes, the policy is usually lost. `CollapseMonitor` watches running means of these
-metrics, because single steps are noisy.
+spread of rewards inside groups and the entropy change tens of steps before the reward does. When
+the gradient norm spikes, the policy is usually lost. `CollapseMonitor` watches running means of
+these metrics, because single steps are noisy.
 
 It is a pure function of the metrics that it has received: no clock, no randomness.
 `load_state_dict(state_dict())` restores it exactly (also through JSON), so a resumed run gives the
@@ -30,11 +30,11 @@ ENTROPY = "actor/entropy"
 LOSS = "actor/pg_loss"
 LENGTH = "response_length/mean"
 CLIPPED = "response_length/clip_ratio"
-LOST = ("failed", "cancelled", "deadline", "no-tokens", "no-baseline")
+FAULT_REASONS = ("failed", "cancelled", "deadline", "no-tokens", "no-baseline")
 """The drop reasons that are faults, unlike the filters of a recipe."""
-FAILED = "rollout/failed/"
+FAILED_PREFIX = "rollout/failed/"
 """The prefix of the counts of failed attempts, by kind."""
-OF_A_REWARD = "scorer_"
+REWARD_FAILURE_PREFIX = "scorer_"
 """The prefix of the kinds of attempts whose reward failed."""
 SMOOTHED = (SCORE, SUCCESS, SPREAD, ZERO_SPREAD, GRAD_NORM, ENTROPY, LENGTH, CLIPPED)
 
@@ -46,7 +46,7 @@ class CollapseWarning(msgspec.Struct, frozen=True, kw_only=True):
     """The name of the sign, stable across releases: `spread_vanished`, `gradient_spike`, ..."""
     step: int
     message: str
-    """The observation, its meaning and what to change."""
+    """The observation, its meaning and the remedy."""
 
 
 class CollapseLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,32 +66,32 @@ class CollapseLimits(msgspec.Struct, frozen=True, kw_only=True):
     solved_success: float = 0.9
     """The success rate from which low entropy and equal rewards are the goal and not a fault."""
     zero_spread_ratio: float = 0.8
-    """The threshold of the share of groups in which every attempt has the same reward."""
+    """Warn from this share of groups in which every attempt has the same reward."""
     spread_drop: float = 0.2
-    """The threshold of the spread of rewards in groups, as a share of its highest running mean."""
+    """Warn if the spread of rewards in groups falls to this share of its highest running mean."""
     gradient_factor: float = 5.0
-    """The threshold of the gradient norm, divided by its running mean."""
+    """Warn if the gradient norm exceeds this multiple of its running mean."""
     entropy_drop: float = 0.1
-    """The threshold of the entropy, as a share of its level after the warm-up."""
+    """Warn if the entropy falls to this share of its level after the warm-up."""
     entropy_rise: float = 0.5
-    """The threshold of the entropy's rise above its lowest running mean, in nats. The entropy must
-    also have doubled."""
+    """Warn if the entropy rises this many nats above its lowest running mean, and has at least
+    doubled."""
     clip_ratio: float = 0.3
-    """The threshold of the share of completions that the token limit cut off."""
+    """Warn from this share of completions that the token limit cut off."""
     reward_drop: float = 0.5
-    """The threshold of the lost share of the reward's gain."""
+    """Warn if the reward has lost this share of its gain since the start."""
     reward_noise: float = 2.0
-    """A fall of the reward must also exceed this many running mean deviations of single steps."""
+    """A fall of the reward counts only from this multiple of the running mean deviation."""
     reward_share: float = 0.02
     """A fall below this share of the reward's size, or of its spread in groups if that is larger,
     is ignored."""
     lost_rollouts: float = 0.25
-    """The threshold of the share of a step's trajectories that were dropped for failing."""
+    """Warn from this share of a step's trajectories that were dropped because of a fault."""
 
 
 class RunningMean(msgspec.Struct):
     """The plain mean of the first values, and an exponential mean afterwards. `deviation` is the
-    running mean of the distance from it."""
+    running mean of the values' distance from that mean."""
 
     mean: float = 0.0
     deviation: float = 0.0
@@ -126,7 +126,7 @@ class CollapseState(msgspec.Struct):
 
 
 class CollapseMonitor:
-    """Receives every step's metrics, once and in order, and returns the warnings that are due."""
+    """Receives every step's metrics, once and in order, and returns the new warnings."""
 
     def __init__(
         self, limits: CollapseLimits | None = None, remedies: Remedies | None = None
@@ -147,13 +147,15 @@ class CollapseMonitor:
         }
 
     def observe(self, step: int, metrics: Mapping[str, float | None]) -> list[CollapseWarning]:
-        """The warnings of this step, the worst first. Usually there are none."""
-        self._remember(step, metrics)
+        """The warnings of this step, the worst first; usually none."""
+        self._update_state(step, metrics)
         warnings = []
-        for code, sign in self._signs.items():
-            message = sign(metrics)
-            last = self._state.last_warned.get(code)
-            if message is not None and (last is None or step - last >= self.limits.cooldown_steps):
+        for code, find_sign in self._signs.items():
+            message = find_sign(metrics)
+            last_step = self._state.last_warned.get(code)
+            if message is not None and (
+                last_step is None or step - last_step >= self.limits.cooldown_steps
+            ):
                 self._state.last_warned[code] = step
                 warnings.append(CollapseWarning(code=code, step=step, message=message))
 
@@ -174,7 +176,7 @@ class CollapseMonitor:
                 "so resume with that one"
             ) from error
 
-    def _remember(self, step: int, metrics: Mapping[str, float | None]) -> None:
+    def _update_state(self, step: int, metrics: Mapping[str, float | None]) -> None:
         state = self._state
         limits = self.limits
         state.step = step
@@ -186,13 +188,13 @@ class CollapseMonitor:
             ):  # a step whose groups were all dropped has no information about gradients
                 continue
 
-            past = state.means.setdefault(key, RunningMean())
-            if key == GRAD_NORM and past.count >= limits.warmup_steps:
+            running = state.means.setdefault(key, RunningMean())
+            if key == GRAD_NORM and running.count >= limits.warmup_steps:
                 value = min(
-                    value, limits.gradient_factor * past.mean
+                    value, limits.gradient_factor * running.mean
                 )  # a spike must not hide the next one
 
-            past.add(value, limits.smoothing)
+            running.add(value, limits.smoothing)
 
         state.failing_steps = state.failing_steps + 1 if _has_no_signal(metrics) else 0
         score = self._mean(SCORE)
@@ -217,12 +219,12 @@ class CollapseMonitor:
             )
 
     def _mean(self, key: str) -> float | None:
-        past = self._state.means.get(key)
-        return None if past is None or past.count == 0 else past.mean
+        running = self._state.means.get(key)
+        return None if running is None or running.count == 0 else running.mean
 
     def _expected_mean(self, key: str) -> float | None:
-        past = self._state.means.get(key)
-        return None if past is None or past.count < self.limits.warmup_steps else past.mean
+        running = self._state.means.get(key)
+        return None if running is None or running.count < self.limits.warmup_steps else running.mean
 
     def _is_solved(self) -> bool:
         success = self._mean(SUCCESS)
@@ -231,7 +233,7 @@ class CollapseMonitor:
     def _is_stalled(self) -> bool:
         return self._state.step - self._state.best_score_step >= self.limits.patience_steps
 
-    def _success_words(self) -> str:
+    def _success_text(self) -> str:
         success = self._mean(SUCCESS)
         score = self._mean(SCORE)
         return (
@@ -241,16 +243,16 @@ class CollapseMonitor:
         )
 
     def _not_finite(self, metrics: Mapping[str, float | None]) -> str | None:
-        broken = [
+        not_finite = [
             key
             for key in (LOSS, GRAD_NORM, ENTROPY, SCORE)
             if key in metrics and _finite(metrics, key) is None
         ]
-        if not broken:
+        if not not_finite:
             return None
 
         return (
-            f"{' and '.join(broken)} is not a finite number: the update overflowed and later "
+            f"{' and '.join(not_finite)} is not a finite number: the update overflowed and later "
             "steps can't be trusted. "
             "Resume from the last checkpoint with a lower trainer.learning_rate"
             + (f", and {self.remedies.raise_precision}." if self.remedies.raise_precision else ".")
@@ -261,7 +263,7 @@ class CollapseMonitor:
         prefix = "rollout/dropped/"
         lost_counts = {
             reason: count
-            for reason in sorted(LOST)
+            for reason in sorted(FAULT_REASONS)
             if (count := _finite(metrics, f"{prefix}{reason}"))
         }
         if total == 0 or sum(lost_counts.values()) < self.limits.lost_rollouts * total:
@@ -269,18 +271,18 @@ class CollapseMonitor:
 
         reasons = ", ".join(f"{count:.0f} {reason}" for reason, count in lost_counts.items())
         kinds = {
-            key.removeprefix(FAILED): f"{count:.0f} {key.removeprefix(FAILED)}"
+            key.removeprefix(FAILED_PREFIX): f"{count:.0f} {key.removeprefix(FAILED_PREFIX)}"
             for key in sorted(metrics)
-            if key.startswith(FAILED) and (count := _finite(metrics, key))
+            if key.startswith(FAILED_PREFIX) and (count := _finite(metrics, key))
         }
-        late = any(kind.endswith("timeout") for kind in kinds)
+        has_timeouts = any(kind.endswith("timeout") for kind in kinds)
 
         return (
             f"{sum(lost_counts.values()):.0f} of {total:.0f} trajectories were dropped "
-            f"({reasons}): {_at_fault(kinds)} is at fault rather than the policy. "
+            f"({reasons}): {_suspects(kinds)} is at fault rather than the policy. "
             + (f"Those that failed: {', '.join(kinds.values())}. " if kinds else "")
-            + "`agentevo trajectories show` gives each one's error"
-            + ("; raise agent.timeout_s for those that ran out of time." if late else ".")
+            + "`agentevo trajectories show` gives the error of each"
+            + ("; raise agent.timeout_s for those that ran out of time." if has_timeouts else ".")
         )
 
     def _all_failing(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -313,10 +315,12 @@ class CollapseMonitor:
         ratio = self._expected_mean(ZERO_SPREAD)
         peak = self._state.highest_spread
 
-        equal = ratio is not None and ratio >= self.limits.zero_spread_ratio
-        shrunk = spread is not None and peak > 0 and spread <= self.limits.spread_drop * peak
+        has_equal_rewards = ratio is not None and ratio >= self.limits.zero_spread_ratio
+        has_small_spread = (
+            spread is not None and peak > 0 and spread <= self.limits.spread_drop * peak
+        )
         if (
-            not (equal or shrunk)
+            not (has_equal_rewards or has_small_spread)
             or self._is_solved()
             or not self._is_stalled()
             or self._all_failing(metrics)
@@ -327,7 +331,7 @@ class CollapseMonitor:
         findings += [f"{ratio:.0%} of groups have none at all"] if ratio is not None else []
         return (
             f"Attempts at the same task now earn nearly the same reward ({'; '.join(findings)}) "
-            f"while {self._success_words()}: such groups "
+            f"while {self._success_text()}: such groups "
             "teach nothing, and the agent may be repeating one answer everywhere. Raise "
             f"sampling.temperature or trainer.group_size, {self.remedies.raise_entropy}, or "
             "choose tasks "
@@ -352,24 +356,24 @@ class CollapseMonitor:
         return (
             f"The policy has stopped exploring: its entropy is {entropy:.2g} nats a token, "
             f"{entropy / start:.0%} of the {start:.2g} it "
-            f"started with, while {self._success_words()} and no longer rising. "
+            f"started with, while {self._success_text()} and no longer rising. "
             f"{_sentence(', '.join(filter(None, advice)))}"
         )
 
     def _entropy_exploded(self, metrics: Mapping[str, float | None]) -> str | None:
         entropy = self._expected_mean(ENTROPY)
-        low = self._state.lowest_entropy
+        lowest = self._state.lowest_entropy
         if (
             entropy is None
-            or low is None
-            or entropy < low + self.limits.entropy_rise
-            or entropy < 2 * low
+            or lowest is None
+            or entropy < lowest + self.limits.entropy_rise
+            or entropy < 2 * lowest
             or self._is_solved()
         ):
             return None
 
         return (
-            f"The policy's tokens are turning random: entropy rose from {low:.2g} to "
+            f"The policy's tokens are turning random: entropy rose from {lowest:.2g} to "
             f"{entropy:.2g} nats a token. {_sentence(self.remedies.lower_entropy)[:-1]}, tie the "
             "policy to "
             f"its start ({self.remedies.limit_drift}), or resume from an earlier checkpoint."
@@ -381,9 +385,9 @@ class CollapseMonitor:
         if clipped is None or clipped < self.limits.clip_ratio or self._is_solved():
             return None
 
-        words = "" if length is None else f" (mean length {length:.0f} tokens)"
+        length_text = "" if length is None else f" (mean length {length:.0f} tokens)"
         return (
-            f"{clipped:.0%} of completions are cut by the token limit{words}, perhaps before "
+            f"{clipped:.0%} of completions are cut by the token limit{length_text}, perhaps before "
             "their answer. Raise sampling.max_new_tokens, "
             f"give a stop string in sampling.stop, or {self.remedies.answer_shorter}."
         )
@@ -418,18 +422,19 @@ def _sentence(text: str) -> str:
 
 
 def _has_no_signal(metrics: Mapping[str, float | None]) -> bool:
-    """Whether no attempt of a step succeeded, and no attempt had a higher reward than others at its
-    task."""
-    equal = _finite(metrics, ZERO_SPREAD)
-    return _finite(metrics, SUCCESS) == 0.0 and (equal is None or equal == 1.0)
+    """Whether no attempt of a step succeeded, and all attempts at a task had the same reward."""
+    equal_share = _finite(metrics, ZERO_SPREAD)
+    return _finite(metrics, SUCCESS) == 0.0 and (equal_share is None or equal_share == 1.0)
 
 
-def _at_fault(kinds: Iterable[str]) -> str:
-    """The parts that lost attempts, by the kinds of their failures (rollout/failures.py)."""
-    by_reward = [kind.startswith(OF_A_REWARD) for kind in kinds]
-    if by_reward and all(by_reward):
+def _suspects(kinds: Iterable[str]) -> str:
+    """The parts of the run that may have caused these kinds of failures (rollout/failures.py)."""
+    is_reward_failure = [kind.startswith(REWARD_FAILURE_PREFIX) for kind in kinds]
+    if is_reward_failure and all(is_reward_failure):
         return "a reward function"
-    return f"the environment, the agent{', a reward function' * any(by_reward)} or the engine"
+    return (
+        f"the environment, the agent{', a reward function' * any(is_reward_failure)} or the engine"
+    )
 
 
 def _finite(metrics: Mapping[str, float | None], key: str) -> float | None:

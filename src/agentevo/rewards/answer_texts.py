@@ -8,8 +8,8 @@ A place is one of
     boxed       inside the last \\boxed{...}, else the last \\fbox{...}; braces may be nested
     hashes      after the last ####, on its line
     number      the last number
-    json:KEY    the value of a key in the last JSON of the reply; json:KEY.0.KEY goes deeper,
-                json is all of it
+    json:KEY    the value of a key in the last JSON of the reply; json:KEY.0.KEY is the value of a
+                nested key; json is the whole JSON
     regex:...   the first group of the last match of a regular expression, else the whole match
     TAG         any other name: inside the last <TAG>...</TAG>
 
@@ -32,15 +32,15 @@ from agentevo.rewards.numerals import last_numeral
 from agentevo.rewards.patterns import Pattern
 from agentevo.types import Task
 
-_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
+_TAG_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
 ANSWER_SCHEMA = "answer_schema"
 """The key in a task's metadata with the place of the answer in a reply. It overrides the recipe's
 rewards."""
 _INDEX = re.compile(r"[0-9]{1,9}")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BOX = re.compile(r"\\boxed\s{0,9}\{")
-_FRAME = re.compile(r"\\fbox\s{0,9}\{")
-_JSON = json.JSONDecoder()
+_FBOX = re.compile(r"\\fbox\s{0,9}\{")
+_JSON_DECODER = json.JSONDecoder()
 _JSON_START = re.compile(r"""\{(?=\s{0,99}["}])|\[(?=\s{0,99}[]\[{"0-9tfn-])""")
 """The start of an object or array, unlike most braces of TeX."""
 MAX_JSON_TRIES = 2000
@@ -50,8 +50,8 @@ MAX_JSON_READINGS = 20
 
 
 def check_place(place: str) -> str:
-    """Returns the place. Raises ValueError for an unknown place."""
-    _finder(place)
+    """Returns `place` unchanged. Raises ValueError for an unknown place."""
+    _finder_of(place)
     return place
 
 
@@ -66,15 +66,15 @@ def place_of(task: Task, default: str) -> str:
 
 
 def find_answer(text: str, place: str) -> str | None:
-    """The stated answer. None if there is no answer at the place. Raises TimeoutError for a regular
-    expression that does not end."""
-    return _finder(place)(text)
+    """The answer that a text states at a place, or None if the place has no answer. Raises
+    TimeoutError for a regular expression that does not end."""
+    return _finder_of(place)(text)
 
 
 @lru_cache(maxsize=1000)
-def _finder(place: str) -> Callable[[str], str | None]:
-    if place in _FIXED:
-        return _FIXED[place]
+def _finder_of(place: str) -> Callable[[str], str | None]:
+    if place in _FINDERS:
+        return _FINDERS[place]
 
     kind, colon, detail = place.partition(":")
     if kind == "regex" and detail:
@@ -84,9 +84,9 @@ def _finder(place: str) -> Callable[[str], str | None]:
         keys = detail.split(".") if detail else []
         return lambda text: _in_json(text, keys)
 
-    if not _WORD.fullmatch(place):
+    if not _TAG_NAME.fullmatch(place):
         raise ValueError(
-            f"{place[:200]!r} is not a place of an answer: give {', '.join(_FIXED)}, json:KEY, "
+            f"{place[:200]!r} is not a place of an answer: give {', '.join(_FINDERS)}, json:KEY, "
             "regex:PATTERN, or the name of an XML tag such as answer"
         )
 
@@ -103,7 +103,11 @@ def _in_tag(text: str, tag: str) -> str | None:
     if not ends:
         return None
 
-    starts = [m.end() for m in re.finditer(f"<{name}>", text, re.IGNORECASE) if m.end() <= ends[-1]]
+    starts = [
+        match.end()
+        for match in re.finditer(f"<{name}>", text, re.IGNORECASE)
+        if match.end() <= ends[-1]
+    ]
     if not starts:
         return None
     return text[starts[-1] : next(end for end in ends if end >= starts[-1])].strip()
@@ -112,43 +116,43 @@ def _in_tag(text: str, tag: str) -> str | None:
 def _in_box(text: str) -> str | None:
     """The text in the last box. None for a box that is not closed. Printed braces (\\{) don't
     count."""
-    boxes = list(_BOX.finditer(text)) or list(_FRAME.finditer(text))
+    boxes = list(_BOX.finditer(text)) or list(_FBOX.finditer(text))
     if not boxes:
         return None
 
-    begin = boxes[-1].end()
+    start = boxes[-1].end()
     depth = 1
-    for match in _BRACE.finditer(text, begin):
+    for match in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(match[0], 0)
         if depth == 0:
-            return text[begin : match.start()].strip()
+            return text[start : match.start()].strip()
 
     return None
 
 
 def _after_hashes(text: str) -> str | None:
-    _, mark, after = text.rpartition("####")
-    return after.strip().partition("\n")[0].strip() if mark else None
+    _, mark, rest = text.rpartition("####")
+    return rest.strip().partition("\n")[0].strip() if mark else None
 
 
 def _in_auto(text: str) -> str | None:
     answer = _in_tag(text, "answer")
     if answer is not None:
         return answer
-    if _BOX.search(text) or _FRAME.search(text):
+    if _BOX.search(text) or _FBOX.search(text):
         return _in_box(text)  # None for a box that was cut off, even if there is an earlier box
 
     answer = _after_hashes(text)
     return text.strip() if answer is None else answer
 
 
-def _as_number(text: str) -> str | None:
-    stated = last_numeral(text)
-    return None if stated is None else stated[0]
+def _last_number(text: str) -> str | None:
+    numeral = last_numeral(text)
+    return None if numeral is None else numeral[0]
 
 
 def _in_json(text: str, keys: list[str]) -> str | None:
-    """The value under the keys: a text unchanged, any other value as JSON."""
+    """The value of a nested key in the last JSON: a text unchanged, any other value as JSON."""
     value = _last_json(text)
     for key in keys:
         if isinstance(value, dict) and key in value:
@@ -171,16 +175,16 @@ def _last_json(text: str) -> Any:
 
 
 def jsons_in(text: str) -> Iterator[Any]:
-    """The JSON objects and arrays in a text, in order, without nested ones. If too many starts
-    fail, the rest of the text is not read."""
-    place = 0
+    """The JSON objects and arrays in a text, in order, without nested ones. If too many attempts
+    to parse fail, the rest of the text is ignored."""
+    position = 0
     tries = 0
     budget = MAX_JSON_READINGS * len(text)
-    while tries < MAX_JSON_TRIES and budget > 0 and (start := _JSON_START.search(text, place)):
+    while tries < MAX_JSON_TRIES and budget > 0 and (start := _JSON_START.search(text, position)):
         try:
-            value, place = _JSON.raw_decode(text, start.start())
+            value, position = _JSON_DECODER.raw_decode(text, start.start())
         except (ValueError, RecursionError) as error:
-            place = start.end()
+            position = start.end()
             tries += 1
             budget -= _end_of_try(error, len(text)) - start.start()
         else:
@@ -188,7 +192,7 @@ def jsons_in(text: str) -> Iterator[Any]:
 
 
 def _end_of_try(error: Exception, length: int) -> int:
-    """An upper bound of how far a failed attempt has read the text."""
+    """An upper bound of the position up to which a failed attempt read the text."""
     if not isinstance(error, json.JSONDecodeError) or error.msg.startswith("Unterminated"):
         return length
     return error.pos
@@ -202,12 +206,12 @@ def _strip_result(find: Callable[[str], str | None]) -> Callable[[str], str | No
     return find_stripped
 
 
-_FIXED: dict[str, Callable[[str], str | None]] = {
+_FINDERS: dict[str, Callable[[str], str | None]] = {
     "auto": _in_auto,
     "whole": str.strip,
     "boxed": _in_box,
     "hashes": _after_hashes,
-    "number": _as_number,
+    "number": _last_number,
 }
 
 
@@ -218,5 +222,5 @@ def normalise_text(text: str, ignore_case: bool) -> str:
 
 
 def references(answer: Any) -> list[Any]:
-    """The right answers. A list contains several."""
+    """The right answers of a task: the elements if `answer` is a list, else `answer` alone."""
     return list(answer) if isinstance(answer, (list, tuple)) else [answer]

@@ -1,5 +1,5 @@
-"""The common part of all judges: models are tried in order until one replies with a usable answer.
-After an unusable answer, a model gets one chance to correct it."""
+"""The common part of all judges. It asks models in order until one gives a usable answer. After an
+unusable answer, a model gets one chance to correct the answer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pydantic import Field, field_validator
 
 from agentevo.errors import AgentEvoError
 from agentevo.rewards.reward import RewardConfig, ScorerModel
-from agentevo.rewards.verdicts import UnusableError, final_words
+from agentevo.rewards.verdicts import UnusableError, text_after_reasoning
 
 T = TypeVar("T")
 ROLE = "judge"
 """The role of judges' calls in the price log."""
 MAX_ECHO = 20_000
-"""The number of characters of an unusable answer that the judge sees again."""
+"""The maximum number of characters of its unusable answer that a judge sees again."""
 
 
 THRESHOLDS = {
@@ -28,11 +28,12 @@ THRESHOLDS = {
     "max_position_bias": ("its position bias", False),
     "max_injected": ("the share of injections that raise a score", False),
 }
-"""Maps a key to the name of the measured value, and to whether the key is its lower bound."""
+"""Key -> the name of the measured value, and whether the key is its lower bound (else the
+upper)."""
 
 
 class JudgeOptions(RewardConfig):
-    """A reward that remote models give."""
+    """The options of a reward for which remote models are judges."""
 
     models: tuple[str, ...] = Field(default=("judge",), min_length=1)
     """Names in `remote_models`, tried in this order until a model gives a usable answer. A model
@@ -43,7 +44,7 @@ class JudgeOptions(RewardConfig):
 
     calibration: str | None = None
     """The file that `agentevo judge` wrote for this judge. Training is refused if the
-    file belongs to another judge, or if a value exceeds its limit."""
+    file belongs to another judge, or if a value misses its threshold."""
     min_rank_correlation: float = Field(default=0.5, ge=-1, le=1)
     """The lowest rank correlation (Spearman's) with the truth."""
     max_position_bias: float = Field(default=0.25, ge=0, le=1)
@@ -91,11 +92,11 @@ async def ask_in_order(
 ) -> JudgeAnswer[T]:
     """The first usable answer. Each model gets its share of the time until the monotonic time
     `until`. `schema` is the schema of the answer. Servers that support schemas enforce it. `read`
-    receives a model's text after its reasoning, and raises UnusableError if it can't be used. The
-    model then gets one more request, with the `correction`. Raises NoScoreError with the problem of
-    each model."""
-    chosen: dict[str, Any] = {"seed": seed, "schema": schema}
-    chosen = {name: value for name, value in chosen.items() if value is not None}
+    receives a model's text after its reasoning, and raises UnusableError if the text can't be used.
+    The model then gets one more request, with the `correction`. Raises NoScoreError with the
+    problem of each model."""
+    options: dict[str, Any] = {"seed": seed, "schema": schema}
+    options = {name: value for name, value in options.items() if value is not None}
     problems = []
     for index, name in enumerate(names):
         if name not in models:
@@ -107,7 +108,7 @@ async def ask_in_order(
         try:
             async with asyncio.timeout(share_s if num_left > 1 else None):
                 value, text = await _ask(
-                    partial(models[name].generate, role=ROLE, attempt=attempt, **chosen),
+                    partial(models[name].generate, role=ROLE, attempt=attempt, **options),
                     question,
                     read,
                     correction,
@@ -124,10 +125,10 @@ async def ask_in_order(
     )
 
 
-async def all_or_first_error(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all works. A failure cancels none of the others, because their price is paid
-    and their answers are stored. The first failure is raised at the end."""
-    outcomes = await asyncio.gather(*works, return_exceptions=True)
+async def all_or_first_error(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all coroutines. A failure does not cancel the others, because their requests
+    are paid and their answers stored. Raises the first failure after all have ended."""
+    outcomes = await asyncio.gather(*coroutines, return_exceptions=True)
     values: list[T] = []
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
@@ -145,7 +146,7 @@ async def _ask(
     messages = [{"role": "user", "content": question}]
     reply = await generate(messages)
     try:
-        return read(final_words(reply)), reply.text
+        return read(text_after_reasoning(reply)), reply.text
     except UnusableError as error:
         echo = reply.text[-MAX_ECHO:].strip() or "(nothing)"
         messages += [
@@ -154,4 +155,4 @@ async def _ask(
         ]
 
     reply = await generate(messages)
-    return read(final_words(reply)), reply.text
+    return read(text_after_reasoning(reply)), reply.text

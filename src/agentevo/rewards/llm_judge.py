@@ -21,8 +21,8 @@ from agentevo.rewards.verdicts import (
     number_of,
     objects_in,
     scores_in_tags,
-    whole_object,
-    words_of_verdict,
+    strict_object_schema,
+    verdicts_in_words,
 )
 from agentevo.types import Task, Trajectory
 
@@ -79,7 +79,7 @@ _FORMS = {
     "words": "nothing but one word: correct, or incorrect",
 }
 """The form of the answer in a repeated request, by the form of the verdict."""
-_SCHEMA = whole_object({"reasons": {"type": "string"}, "score": {"type": "number"}})
+_SCHEMA = strict_object_schema({"reasons": {"type": "string"}, "score": {"type": "number"}})
 
 
 class JudgeConfig(JudgeOptions, AnswerConfig):
@@ -230,7 +230,7 @@ def _score(stated: object) -> float:
 
 def _word_in(text: str) -> float:
     return float(
-        find_agreement(words_of_verdict(text), f"neither correct nor incorrect: {text[-200:]!r}")
+        find_agreement(verdicts_in_words(text), f"neither correct nor incorrect: {text[-200:]!r}")
     )
 
 

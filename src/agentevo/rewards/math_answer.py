@@ -22,7 +22,7 @@ from agentevo.types import Task, Trajectory
 
 MAX_PROCESSES = 2
 MAX_CHARACTERS = 2000
-"""The maximum number of characters of an answer. Of a longer answer, only the end is read."""
+"""The maximum number of characters of an answer. Of a longer answer, only the end is compared."""
 
 
 class MathConfig(AnswerConfig):
@@ -34,7 +34,7 @@ class MathConfig(AnswerConfig):
 
 @reward("math")
 class MathAnswer:
-    """The stated answer equals the task's answer, or one of several, as mathematics: `1/2` is
+    """Score 1 if the stated answer equals a right answer as mathematics, else 0: `1/2` equals
     `\\\\frac{2}{4}`. Needs the extra `math`."""
 
     Config = MathConfig
@@ -49,12 +49,12 @@ class MathAnswer:
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
         """See Scorer.score. Raises TimeoutError, ValueError for a right answer that is not
         mathematics, and RuntimeError for a comparison that fails."""
-        right = [str(answer)[-MAX_CHARACTERS:] for answer in right_answers(task)]
+        right_texts = [str(answer)[-MAX_CHARACTERS:] for answer in right_answers(task)]
         stated = await stated_answer(trajectory, task, self.config.place)
         if not stated:
             return Score(0.0)
 
-        request = {"right": right, "stated": stated[-MAX_CHARACTERS:]}
+        request = {"right": right_texts, "stated": stated[-MAX_CHARACTERS:]}
         answer = await self._workers.ask(request, self.config.deadline_s)
         if "problem" in answer:
             raise ValueError(f"the answers can't be compared: {answer['problem']}")
@@ -67,7 +67,7 @@ class _MathWorkers:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="agentevo-math")
-        self._of_thread = threading.local()
+        self._thread_local = threading.local()
 
     async def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
         """The answer of a process. Raises TimeoutError and RuntimeError."""
@@ -75,8 +75,8 @@ class _MathWorkers:
         return await loop.run_in_executor(self._threads, self._ask, request, limit_s)
 
     def _ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        worker: JsonWorker | None = getattr(self._of_thread, "worker", None)
+        worker: JsonWorker | None = getattr(self._thread_local, "worker", None)
         if worker is None or not worker.is_alive:
             worker = JsonWorker("agentevo.rewards.math_worker", "math-verify")
-            self._of_thread.worker = worker
+            self._thread_local.worker = worker
         return worker.ask(request, limit_s, "compare two answers")

@@ -13,13 +13,13 @@ class ChoiceConfig(AnswerConfig):
     """A reward for the choice of an option."""
 
     options_key: str | None = None
-    """The column of the row with the options. Default: options or choices."""
+    """The column of a row that has the options. Default: options or choices."""
 
 
 @reward("em")
 class SquadExactMatch:
-    """The stated answer is the task's answer, or one of several, without regard to case,
-    punctuation and English articles."""
+    """Score 1 if the stated answer is a right answer, without regard to case, punctuation and
+    English articles, else 0."""
 
     Config = AnswerConfig
 
@@ -28,15 +28,15 @@ class SquadExactMatch:
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
         """See Scorer.score."""
-        right = {squad_normalised(str(answer)) for answer in right_answers(task)}
+        right_texts = {squad_normalised(str(answer)) for answer in right_answers(task)}
         stated = await stated_answer(trajectory, task, self.config.place)
-        return Score(float(stated is not None and squad_normalised(stated) in right))
+        return Score(float(stated is not None and squad_normalised(stated) in right_texts))
 
 
 @reward("f1")
 class F1:
-    """The F1 of the words in the stated answer and the task's answer, from 0 to 1, as SQuAD counts
-    them. Of several right answers, the nearest counts."""
+    """The F1 of the words in the stated answer and a right answer, as SQuAD counts words. The score
+    of several right answers is their highest F1."""
 
     Config = AnswerConfig
 
@@ -45,15 +45,15 @@ class F1:
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
         """See Scorer.score."""
-        right = right_answers(task)
+        answers = right_answers(task)
         stated = await stated_answer(trajectory, task, self.config.place)
-        return Score(0.0 if stated is None else max(f1(stated, str(answer)) for answer in right))
+        return Score(0.0 if stated is None else max(f1(stated, str(answer)) for answer in answers))
 
 
 @reward("multiple_choice")
 class MultipleChoice:
-    """The stated answer chooses the task's option, by its letter (`B`, `(B)`, `B.`, `the answer is
-    B`) or by its text."""
+    """Score 1 if the stated answer chooses a right option, by its letter (`B`, `(B)`, `B.`, `the
+    answer is B`) or by its text, else 0."""
 
     Config = ChoiceConfig
 
@@ -63,6 +63,6 @@ class MultipleChoice:
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
         """See Scorer.score. Raises ValueError for a task whose answer is not an option."""
         options = options_of(task, self.config.options_key)
-        right = {check_right(answer, options, task.id) for answer in right_answers(task)}
+        right_options = {check_right(answer, options, task.id) for answer in right_answers(task)}
         stated = await stated_answer(trajectory, task, self.config.place)
-        return Score(float(stated is not None and choice_of(stated, options) in right))
+        return Score(float(stated is not None and choice_of(stated, options) in right_options))

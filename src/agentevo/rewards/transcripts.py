@@ -56,7 +56,7 @@ class ShownGroup:
     tools: tuple[str, ...]
     attempts: tuple[tuple[str, ...], ...]
     """The further lines of each attempt. Equal attempts appear once, in an order by content."""
-    of: tuple[int, ...]
+    attempt_of_trajectory: tuple[int, ...]
     """The index of each trajectory in `attempts`."""
 
 
@@ -95,8 +95,8 @@ def shown_group(trajectories: Sequence[Trajectory], limits: TranscriptLimits) ->
         set(wholes), key=lambda text: blake2b(text.encode("utf-8", "replace")).digest()
     )
     places = {text: index for index, text in enumerate(distinct)}
-    of = tuple(places[text] for text in wholes)
-    firsts = [of.index(index) for index in range(len(distinct))]
+    attempt_of_trajectory = tuple(places[text] for text in wholes)
+    firsts = [attempt_of_trajectory.index(index) for index in range(len(distinct))]
     common = _common([history for index in firsts for history in all_histories[index]])
     attempts = tuple(
         tuple(
@@ -109,7 +109,9 @@ def shown_group(trajectories: Sequence[Trajectory], limits: TranscriptLimits) ->
     )
     context = [line.shown for line in all_histories[firsts[0]][0][:common]]
     tools = _tool_lines([trajectories[index] for index in firsts])
-    return ShownGroup(tuple(_within(context, limits.attempt)), tools, attempts, of)
+    return ShownGroup(
+        tuple(_within(context, limits.attempt)), tools, attempts, attempt_of_trajectory
+    )
 
 
 def _turns(trajectory: Trajectory) -> Sequence[Turn | RemoteTurn]:

@@ -27,9 +27,9 @@ from agentevo.store.trace_context import TracedMessage
 from agentevo.types import Outcome, Status, Task, Trajectory, group_of_agent
 
 MAX_OBSERVATION_CHARS = 4_000
-"""The maximum number of characters that are stored of the last observation."""
+"""The maximum number of stored characters of the last observation."""
 CANCEL_TIMEOUT_S = 5.0
-"""The time that a cancelled agent has to end, in seconds. After that the attempt ends without the
+"""The time limit in seconds for a cancelled agent to end. Beyond it, the attempt ends without the
 agent, and the policy refuses the agent's further requests."""
 POLL_INTERVAL_S = 0.05
 """The shortest interval between two checks of an attempt's time limit, in seconds. The clock of the
@@ -39,12 +39,12 @@ limit stops while the engine sleeps, so one wait is not enough."""
 Score = Callable[
     [Sequence[Trajectory], Sequence[bool], Mapping[str, AttemptCalls]], Awaitable[list[Trajectory]]
 ]
-"""Returns the trajectories of one group with their rewards. The arguments say which agents returned
-no reward, and where each trajectory's calls are recorded (see Scoring.score)."""
+"""Returns the trajectories of one group with their rewards. The other arguments are
+whether each trajectory needs a reward, and the records of its calls (see Scoring.score)."""
 
 
 class InfrastructureFailure(AgentEvoError):
-    """The engine failed during an attempt. The group can't be used, and its task may be tried
+    """The engine failed during an attempt. The group is discarded, and its task may be tried
     again."""
 
 
@@ -69,7 +69,7 @@ class GroupAttempt:
         limit_s: float,
         show: ShowFailure = lambda name, error, trace: None,
     ) -> None:
-        """`show` is called for a failure as it happens, with its traceback."""
+        """`show` receives each failure when it happens, with the traceback."""
         self.name = name
         self.policy = policy
         self._show = show
@@ -84,8 +84,8 @@ class GroupAttempt:
         self._cut_reason: str | None = None
 
     def cut(self, reason: str) -> None:
-        """Cancels the attempt, which keeps the turns that it already has. Has no effect on an
-        attempt that has ended."""
+        """Cancels the attempt, which keeps its recorded turns. Has no effect on an attempt that has
+        ended."""
         if self._cut_reason is None and (self._agent_task is None or not self._agent_task.done()):
             self._cut_reason = reason
             if self._agent_task is not None:
@@ -118,8 +118,8 @@ class GroupAttempt:
             return trajectories
 
     def _note_result(self, call: RunningCall, trajectory: Trajectory) -> None:
-        """Notes in the attempt's span, if it has one: the reward if no scorer sets it, the first
-        prompt and the last reply."""
+        """Adds to the attempt's span, if there is one: the reward unless a scorer sets it, the
+        first prompt and the last reply."""
         if call.tracing is None:
             return
         if trajectory.id not in self.unrewarded:
@@ -135,10 +135,10 @@ class GroupAttempt:
             )
 
     async def _run(self, task_id: str, group_id: str, number: int) -> list[Trajectory]:
-        """Plays the attempt and returns its trajectories. Only here are an agent's failures
-        caught."""
-        started = time.time()
-        clock = time.perf_counter()
+        """Plays the attempt and returns its trajectories. No other function catches the failures of
+        an agent."""
+        started_at = time.time()
+        started_clock = time.perf_counter()
         self._agent_task = self._scope.start(self._play())
         self._agent_task.add_done_callback(_retrieve_exception)
 
@@ -147,11 +147,11 @@ class GroupAttempt:
 
         try:
             await self._wait_until_over(self._agent_task)
-            late = not self._agent_task.done() and self._cut_reason is None
+            is_late = not self._agent_task.done() and self._cut_reason is None
         finally:
             await self._end_agent(self._agent_task)
 
-        result, status, error, raised = self._outcome_of(self._agent_task, late)
+        result, status, error, exception = self._outcome_of(self._agent_task, is_late)
         conversations = self.policy.conversations
         broken = next(
             (conversation.broken for conversation in conversations.values() if conversation.broken),
@@ -164,7 +164,7 @@ class GroupAttempt:
 
         remote = self.policy.remote
         if status == "failed":
-            self._show(self.name, error or "", traceback_of(raised))
+            self._show(self.name, error or "", traceback_of(exception))
 
         trajectories = []
         for agent, conversation in conversations.items():
@@ -174,7 +174,7 @@ class GroupAttempt:
 
             self._last_observations[conversation.name] = outcome.ending[:MAX_OBSERVATION_CHARS]
             is_main = conversation is self.policy.conversation
-            own_remote = remote if is_main else None
+            remote_calls = remote if is_main else None
             trajectories.append(
                 Trajectory(
                     id=conversation.name,
@@ -182,7 +182,7 @@ class GroupAttempt:
                     group_id=group_of_agent(group_id, agent),
                     attempt=number,
                     turns=conversation.turns_to_record(outcome.turn_rewards),
-                    remote_turns=[] if own_remote is None else own_remote.turns_to_record(),
+                    remote_turns=[] if remote_calls is None else remote_calls.turns_to_record(),
                     files=self.policy.files_of(agent),
                     texts=dict(self.policy.texts.digests),
                     reward=outcome.reward or 0.0,
@@ -192,10 +192,10 @@ class GroupAttempt:
                     error=error,
                     truncated=outcome.truncated,
                     metrics=conversation.metrics()
-                    | ({} if own_remote is None else own_remote.metrics())
+                    | ({} if remote_calls is None else remote_calls.metrics())
                     | outcome.metrics,
-                    started_at=started,
-                    duration_s=time.perf_counter() - clock,
+                    started_at=started_at,
+                    duration_s=time.perf_counter() - started_clock,
                     timings=outcome.timings,
                 )
             )
@@ -217,57 +217,58 @@ class GroupAttempt:
             if os.getpid() != process:
                 os._exit(os.EX_SOFTWARE)
 
-    async def _wait_until_over(self, playing: asyncio.Task[Outcome]) -> None:
+    async def _wait_until_over(self, agent_task: asyncio.Task[Outcome]) -> None:
         """Waits until the agent has ended, or has run for `limit_s` seconds. Time in which the
         engine sleeps and time in which the agent waits for its turn do not count."""
-        ends = time.monotonic() + self._limit_s - self._paused_s()
+        deadline = time.monotonic() + self._limit_s - self._paused_s()
         while (
-            not playing.done() and (remaining_s := ends + self._paused_s() - time.monotonic()) > 0
+            not agent_task.done()
+            and (remaining_s := deadline + self._paused_s() - time.monotonic()) > 0
         ):
-            await asyncio.wait([playing], timeout=max(remaining_s, POLL_INTERVAL_S))
+            await asyncio.wait([agent_task], timeout=max(remaining_s, POLL_INTERVAL_S))
 
     def _paused_s(self) -> float:
         return self.policy.conversation.slept_s + self.policy.waited_s
 
-    async def _end_agent(self, playing: asyncio.Task[Outcome]) -> None:
+    async def _end_agent(self, agent_task: asyncio.Task[Outcome]) -> None:
         """Ends the agent if it still runs, and frees the engine's memory of the attempt."""
         try:
             self._scope.cancel()
-            if not playing.done():
-                # a scope on a user program's event loop does not know its tasks
-                playing.cancel()
-                await asyncio.wait([playing], timeout=CANCEL_TIMEOUT_S)
+            if not agent_task.done():
+                # on a user program's event loop, the scope does not know its tasks
+                agent_task.cancel()
+                await asyncio.wait([agent_task], timeout=CANCEL_TIMEOUT_S)
         finally:
             await self.policy.close()
 
     def _outcome_of(
-        self, playing: asyncio.Task[Outcome], late: bool
+        self, agent_task: asyncio.Task[Outcome], is_late: bool
     ) -> tuple[Outcome, Status, str | None, BaseException | None]:
         """The outcome of the attempt, its status, the reason, and the exception."""
-        nothing = Outcome(reward=0.0, success=False)
+        empty_outcome = Outcome(reward=0.0, success=False)
         if self._cut_reason is not None and (
-            not playing.done() or playing.cancelled() or playing.exception() is not None
+            not agent_task.done() or agent_task.cancelled() or agent_task.exception() is not None
         ):
-            return nothing, "cancelled", self._cut_reason, None
+            return empty_outcome, "cancelled", self._cut_reason, None
 
-        if late:
+        if is_late:
             reason = f"{TIMEOUT_PREFIX} agent.timeout_s={self._limit_s:g} s"
-            return nothing, "failed", reason, None
+            return empty_outcome, "failed", reason, None
 
-        if playing.cancelled():
-            return nothing, "failed", "CancelledError: the agent cancelled itself", None
+        if agent_task.cancelled():
+            return empty_outcome, "failed", "CancelledError: the agent cancelled itself", None
 
-        error = playing.exception()
+        error = agent_task.exception()
         if error is None:
             try:
-                return self._check_outcome(playing.result()), "completed", None, None
-            except Exception as problem:  # noqa: BLE001 (what a user's objects raise)
-                error = problem
+                return self._check_outcome(agent_task.result()), "completed", None, None
+            except Exception as raised_error:  # noqa: BLE001 (a user's objects may raise anything)
+                error = raised_error
 
         if isinstance(error, Interrupt):
             raise error
 
-        return nothing, "failed", describe_error(error), error
+        return empty_outcome, "failed", describe_error(error), error
 
     def _check_outcome(self, returned: Any) -> Outcome:
         """The outcome in a form that can be stored, averaged and trained on. Raises TypeError or
@@ -278,10 +279,10 @@ class GroupAttempt:
             rewards = outcome.agents.get(agent, outcome).turn_rewards
             unknown = rewards.keys() - {turn.index for turn in turns}
             if unknown:
-                who = f"agent {agent!r}" if agent else "agent"
+                agent_name = f"agent {agent!r}" if agent else "agent"
                 raise ValueError(
-                    f"the {who}'s turn_rewards name the turn {min(unknown)}, but it took "
-                    f"{len(turns)}: the first is 0"
+                    f"the {agent_name}'s turn_rewards name the turn {min(unknown)}, but it took "
+                    f"{len(turns)} turns, counted from 0"
                 )
 
         return outcome
@@ -303,8 +304,7 @@ class RolloutGroup:
         on_ended: Callable[[int], None] = lambda number: None,
     ) -> None:
         """The group is complete with `num_wanted` completed members. `baseline`: (group id,
-        attempt). `on_ended` is called whenever an attempt ends, with the number of attempts that
-        have ended."""
+        attempt). `on_ended` receives the number of ended attempts whenever an attempt ends."""
         self.task_id = task_id
         self.group_id = group_id
         self.members = list(members)
@@ -318,9 +318,10 @@ class RolloutGroup:
         return [*self.members, *([self.baseline[1]] if self.baseline is not None else [])]
 
     async def run(self) -> list[Trajectory]:
-        """The trajectories of all members in their order, then those of the baseline. With several
-        agents, each attempt has the trajectories of each agent in turn. Raises
-        InfrastructureFailure. If it is cancelled or fails, no attempt continues to run."""
+        """Runs all attempts and returns their trajectories with rewards: the members in order, then
+        the baseline. With several agents, the list has this order for each agent, one agent after
+        the other. Raises InfrastructureFailure. If this call fails or is cancelled, it cancels all
+        attempts."""
         runs = [
             asyncio.create_task(
                 attempt.run(task_id=self.task_id, group_id=self.group_id, number=number)
@@ -362,11 +363,11 @@ class RolloutGroup:
         calls = {name: call for attempt in self.attempts for name, call in attempt.calls.items()}
         count = len(self.members)
         scored = list[Trajectory]()
-        for of_agent in zip(*attempts, strict=True):
-            for judged in (of_agent[:count], of_agent[count:]):
-                if judged:
-                    without = [trajectory.id in unrewarded for trajectory in judged]
-                    scored += await self._score(judged, without, calls)
+        for agent_trajectories in zip(*attempts, strict=True):
+            for compared in (agent_trajectories[:count], agent_trajectories[count:]):
+                if compared:
+                    needs_reward = [trajectory.id in unrewarded for trajectory in compared]
+                    scored += await self._score(compared, needs_reward, calls)
 
         return scored
 

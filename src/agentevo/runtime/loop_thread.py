@@ -1,8 +1,8 @@
 """An event loop on a separate thread, for foreign code that may block it.
 
-All attempts of a world share the loop, because the objects that they share (clients, locks) belong
+All attempts in one environment share the loop, because their shared objects (clients, locks) belong
 to a single loop. Blocking code delays only these attempts. If the loop does not respond after an
-attempt was cancelled, the loop is abandoned with the attempts that wait for it. Later attempts get
+attempt was cancelled, the loop and its waiting attempts are abandoned. Later attempts get
 a new loop, and a process tolerates MAX_ABANDONED abandoned loops.
 """
 
@@ -19,8 +19,8 @@ from agentevo.errors import EnvironmentFailure, OverreachError
 T = TypeVar("T")
 
 MAX_ABANDONED = 20
-ANSWER_S = 2.0
-"""A loop that has not answered for this time, in seconds, is blocked."""
+RESPONSE_TIMEOUT_S = 2.0
+"""The time in seconds after which a loop that has not responded is considered blocked."""
 
 
 class DedicatedLoop:
@@ -31,27 +31,26 @@ class DedicatedLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._num_abandoned = 0
 
-    async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs the coroutine on that loop, and returns its result or raises its exception. If the
-        caller is cancelled, the coroutine is cancelled too. Raises EnvironmentFailure if too many
-        loops are blocked."""
-        loop = self._running()
-        future = asyncio.run_coroutine_threadsafe(_guard(work), loop)
+    async def run(self, make_coroutine: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Runs a coroutine on the loop, and returns its result or raises its exception. If the
+        caller is cancelled, so is the coroutine. Raises EnvironmentFailure if too many loops are
+        blocked."""
+        loop = self._ensure_loop()
+        future = asyncio.run_coroutine_threadsafe(_guard(make_coroutine), loop)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            if not await _answers(loop) and self._loop is loop:
+            if not await _responds(loop) and self._loop is loop:
                 self._loop = None
                 self._num_abandoned += 1
             raise
 
-    def _running(self) -> asyncio.AbstractEventLoop:
+    def _ensure_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             if self._num_abandoned >= MAX_ABANDONED:
                 raise EnvironmentFailure(
                     f"{self._name} has blocked its event loop {self._num_abandoned} times: give "
-                    "each "
-                    f"wait in its functions a deadline, and restart this process"
+                    "each wait in its functions a deadline, and restart this process"
                 )
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
@@ -59,17 +58,17 @@ class DedicatedLoop:
         return self._loop
 
 
-async def _guard(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+async def _guard(make_coroutine: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Raises OverreachError for SystemExit and KeyboardInterrupt, which would end the loop of all
     attempts."""
     try:
-        return await work()
+        return await make_coroutine()
     except (SystemExit, KeyboardInterrupt) as error:
         raise OverreachError(error, "an environment") from error
 
 
-async def _answers(loop: asyncio.AbstractEventLoop) -> bool:
+async def _responds(loop: asyncio.AbstractEventLoop) -> bool:
     answer: Future[None] = Future()
     loop.call_soon_threadsafe(answer.set_result, None)
-    done, _ = await asyncio.wait([asyncio.wrap_future(answer)], timeout=ANSWER_S)
+    done, _ = await asyncio.wait([asyncio.wrap_future(answer)], timeout=RESPONSE_TIMEOUT_S)
     return bool(done)

@@ -1,9 +1,9 @@
 """Converts records to rows and back, exactly: `decode(encode(x)) == x`, with log-probs rounded to
 float32. tables.py and blobs.py describe the formats.
 
-The digest of a row covers its whole content except the timings. So equal content can be
-distinguished from a clash of ids without reading the turns. The codec refuses content that could
-not be read back unchanged, before a transaction starts.
+The digest of a row covers its whole content except the timings. The store can thus distinguish
+equal content from a clash of ids without reading the turns. Before a transaction starts, the codec
+refuses content that could not be read back unchanged.
 
 A row is a mapping from column to value, the same for every backend: a SQL row's `_mapping`, or a
 MongoDB document.
@@ -75,7 +75,7 @@ class EncodedTrajectory(msgspec.Struct, frozen=True):
     row: dict[str, Any]
     """The row, without `seq`, which the database assigns."""
     data: bytes | None
-    """The turns as one blob (blobs.py). None if they were deleted."""
+    """The turns as one blob (blobs.py). None if the turns were deleted."""
 
 
 def encode_task(task: Task) -> EncodedTask:
@@ -138,7 +138,7 @@ def is_as_added(stored: StoredTask) -> bool:
 def decode_task(row: Mapping[Any, Any]) -> StoredTask:
     task = _TASK.decode(row["task"])
     if task.id != row["id"]:
-        raise ValueError(f"it holds the task {task.id!r}")
+        raise ValueError(f"its row contains the task {task.id!r}")
 
     return StoredTask(
         task=task,
@@ -195,8 +195,8 @@ def encode_step(step: StepRecord) -> dict[str, Any]:
     return msgspec.structs.asdict(step) | {"record": encode_record(step.step, step.record)}
 
 
-def canonical(step: int, record: dict[str, Any]) -> bytes:
-    """The canonical text of a record, before it is stored or after it is read."""
+def canonical_record(step: int, record: dict[str, Any]) -> bytes:
+    """The canonical JSON of a record, which is the same before storing and after reading."""
     return JSON.encode(_RECORD.decode(encode_record(step, record)))
 
 
@@ -213,7 +213,8 @@ def decode_step(row: Mapping[Any, Any]) -> StepRecord:
 def encode_trajectories(
     trajectories: Iterable[Trajectory], split: Split, step: int
 ) -> list[EncodedTrajectory]:
-    """Raises StoreError with the id of the trajectory that can't be stored."""
+    """The rows and turns of new trajectories. Raises StoreError with the id of a trajectory that
+    can't be stored."""
     if split not in SPLITS:
         raise StoreError(f"split {split!r} is unknown: use one of {', '.join(SPLITS)}")
 
@@ -228,11 +229,10 @@ def encode_trajectories(
 
 
 def encode_stored(stored: StoredTrajectory) -> EncodedTrajectory:
-    """The row of an imported trajectory, with its place in the ledger and the facts about deleted
-    turns."""
+    """The row of an imported trajectory, with the columns of the ledger and of deleted turns."""
     (encoded,) = encode_trajectories([stored.trajectory], stored.split, stored.step)
-    names = ("state", "trained_step", "drop_reason", "written_at")
-    row = encoded.row | {name: getattr(stored, name) for name in names}
+    columns = ("state", "trained_step", "drop_reason", "written_at")
+    row = encoded.row | {name: getattr(stored, name) for name in columns}
     if not stored.tokens_deleted:
         if stored.digest not in (b"", encoded.digest):
             raise StoreError(
@@ -249,13 +249,13 @@ def encode_stored(stored: StoredTrajectory) -> EncodedTrajectory:
 
 
 def is_as_written(stored: StoredTrajectory) -> bool:
-    """Whether a trajectory with turns is unchanged since it was written, in all columns of its row
-    and all its turns. Its place in the ledger and times do not count."""
+    """Whether all columns and turns of a trajectory with turns are unchanged since it was written.
+    The columns of the ledger and the times do not count."""
     try:
-        facts, *contents = _content(stored.trajectory)
+        columns, *contents = _content(stored.trajectory)
     except _UNSTORABLE:
         return False
-    return _row_digest(facts, contents, stored.split, stored.step) == stored.digest
+    return _row_digest(columns, contents, stored.split, stored.step) == stored.digest
 
 
 def content_digest(trajectory: Trajectory) -> bytes:
@@ -268,12 +268,12 @@ def content_digest(trajectory: Trajectory) -> bytes:
 
 
 def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> EncodedTrajectory:
-    facts, turns, *contents = _content(trajectory)
-    numbers = {"started_at": trajectory.started_at, "duration_s": trajectory.duration_s}
+    columns, turns, *contents = _content(trajectory)
+    times = {"started_at": trajectory.started_at, "duration_s": trajectory.duration_s}
     timings = {f"{TIMINGS}{name}": value for name, value in trajectory.timings.items()}
-    _check_finite(numbers | timings)
-    digest = _row_digest(facts, [turns, *contents], split, step)
-    row = facts | {
+    _check_finite(times | timings)
+    digest = _row_digest(columns, [turns, *contents], split, step)
+    row = columns | {
         "metrics": _encode_metrics(_all_metrics(trajectory) | timings),
         "split": split,
         "step": int(step),
@@ -282,7 +282,7 @@ def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> Encod
         "drop_reason": None,
         "num_turns": len(turns),
         "num_completion_tokens": trajectory.num_completion_tokens(),
-        **{name: float(value) for name, value in numbers.items()},
+        **{name: float(value) for name, value in times.items()},
         "digest": digest,
     }
     return EncodedTrajectory(
@@ -298,20 +298,20 @@ def _content(trajectory: Trajectory) -> tuple[Any, ...]:
             f"status {trajectory.status!r} is unknown: use one of {', '.join(_STATUSES)}"
         )
 
-    measured = _all_metrics(trajectory)
-    _check_finite({"reward": trajectory.reward, **measured})
+    metrics = _all_metrics(trajectory)
+    _check_finite({"reward": trajectory.reward, **metrics})
     turns = [_encode_turn(turn, position) for position, turn in enumerate(trajectory.turns)]
-    facts: dict[str, object] = {
+    columns: dict[str, object] = {
         "id": trajectory.id,
         "task_id": trajectory.task_id,
         "group_id": trajectory.group_id,
         "attempt": int(trajectory.attempt),
         "status": trajectory.status,
-        "reward": _number(trajectory.reward),
+        "reward": _stored_float(trajectory.reward),
         "success": bool(trajectory.success),
         "error": trajectory.error,
         "truncated": bool(trajectory.truncated),
-        "metrics": _encode_metrics(measured),
+        "metrics": _encode_metrics(metrics),
     }
     remote = ""
     files = trajectory.files
@@ -321,22 +321,22 @@ def _content(trajectory: Trajectory) -> tuple[Any, ...]:
         remote = JSON.encode(trajectory.remote_turns).decode()
 
     if trajectory.texts:
-        return facts, turns, remote, check_files(files), dict(sorted(trajectory.texts.items()))
+        return columns, turns, remote, check_files(files), dict(sorted(trajectory.texts.items()))
     if files:
-        return facts, turns, remote, check_files(files)
+        return columns, turns, remote, check_files(files)
 
-    return (facts, turns, remote) if remote else (facts, turns)
+    return (columns, turns, remote) if remote else (columns, turns)
 
 
 def _all_metrics(trajectory: Trajectory) -> dict[str, float]:
-    """The metrics, and the parts of the reward. Raises ValueError for a metric with a reserved
+    """The metrics and the parts of the reward. Raises ValueError for a metric with a reserved
     name."""
     for name in trajectory.metrics:
         if name.startswith((REWARD_PARTS, TIMINGS)):
-            kind = "parts of the reward" if name.startswith(REWARD_PARTS) else "times"
+            subject = "parts of the reward" if name.startswith(REWARD_PARTS) else "times"
             raise ValueError(
-                f"the metric {name!r} has a name that is reserved for {kind}: rename it, or "
-                f"report it as one of them"
+                f"the metric {name!r} has a name that is reserved for {subject}: rename it, or "
+                "report the value among those"
             )
 
     return trajectory.metrics | {
@@ -344,13 +344,15 @@ def _all_metrics(trajectory: Trajectory) -> dict[str, float]:
     }
 
 
-def _encode_metrics(measured: Mapping[str, float]) -> str:
-    return JSON.encode({name: float(value) for name, value in measured.items()}).decode()
+def _encode_metrics(metrics: Mapping[str, float]) -> str:
+    return JSON.encode({name: float(value) for name, value in metrics.items()}).decode()
 
 
-def _row_digest(facts: Mapping[str, object], contents: list[Any], split: Split, step: int) -> bytes:
+def _row_digest(
+    columns: Mapping[str, object], contents: list[Any], split: Split, step: int
+) -> bytes:
     """`contents`: the values of `_content` after the columns."""
-    return _digest(_MSGPACK.encode(({**facts, "split": split, "step": int(step)}, *contents)))
+    return _digest(_MSGPACK.encode(({**columns, "split": split, "step": int(step)}, *contents)))
 
 
 def _digest(content: bytes) -> bytes:
@@ -366,9 +368,9 @@ def _check_finite(numbers: Mapping[str, float]) -> None:
             )
 
 
-def _number(value: float) -> float:
-    """A float as SQLite returns it. SQLite drops the sign of zero, so the digest must not depend on
-    that sign."""
+def _stored_float(value: float) -> float:
+    """The float that SQLite returns for a value. SQLite drops the sign of zero, so the digest must
+    not depend on that sign."""
     return float(value) + 0.0
 
 
@@ -388,8 +390,8 @@ def _encode_turn(turn: Turn, position: int) -> dict[str, object]:
         )
         raise ValueError(f"turn {turn.index} has {lengths}: there must be one of each per token")
 
-    if turn.routed_experts is not None and (wrong := why_misaligned(turn)):
-        raise ValueError(wrong)
+    if turn.routed_experts is not None and (problem := why_misaligned(turn)):
+        raise ValueError(problem)
     if turn.finish_reason not in _FINISH_REASONS:
         raise ValueError(f"turn {turn.index} has the unknown finish_reason {turn.finish_reason!r}")
 
@@ -407,9 +409,9 @@ def _encode_turn(turn: Turn, position: int) -> dict[str, object]:
         "logprobs": to_bytes(turn.logprobs),
         "versions": to_bytes(turn.versions),
         "finish_reason": turn.finish_reason,
-        "temperature": _number(turn.temperature),
+        "temperature": _stored_float(turn.temperature),
         "seed": str(int(turn.seed)),
-        "reward": _number(turn.reward),
+        "reward": _stored_float(turn.reward),
         "messages": JSON.encode(turn.messages).decode(),
         **({} if turn.overrides is None else {"overrides": turn.overrides.given()}),
         **({"tools": turn.tools} if turn.tools else {}),
@@ -425,7 +427,7 @@ def _encode_turn(turn: Turn, position: int) -> dict[str, object]:
 
 @readable("trajectory")
 def decode_stored(row: Mapping[Any, Any], data: bytes | None) -> StoredTrajectory:
-    measured = _METRICS.decode(row["metrics"])
+    metrics = _METRICS.decode(row["metrics"])
     trajectory = Trajectory(
         id=row["id"],
         task_id=row["task_id"],
@@ -436,19 +438,19 @@ def decode_stored(row: Mapping[Any, Any], data: bytes | None) -> StoredTrajector
         files={} if data is None else unpack_files(data),
         texts={} if data is None else unpack_texts(data),
         reward=float(row["reward"]),
-        reward_parts=_with_prefix(REWARD_PARTS, measured),
+        reward_parts=_with_prefix(REWARD_PARTS, metrics),
         success=row["success"],
         status=row["status"],
         error=row["error"],
         truncated=row["truncated"],
         metrics={
             name: value
-            for name, value in measured.items()
+            for name, value in metrics.items()
             if not name.startswith((REWARD_PARTS, TIMINGS))
         },
         started_at=row["started_at"],
         duration_s=row["duration_s"],
-        timings=_with_prefix(TIMINGS, measured),
+        timings=_with_prefix(TIMINGS, metrics),
     )
     return StoredTrajectory(
         trajectory=trajectory,
@@ -464,10 +466,10 @@ def decode_stored(row: Mapping[Any, Any], data: bytes | None) -> StoredTrajector
     )
 
 
-def _with_prefix(prefix: str, measured: Mapping[str, float]) -> dict[str, float]:
+def _with_prefix(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
     return {
         name.removeprefix(prefix): value
-        for name, value in measured.items()
+        for name, value in metrics.items()
         if name.startswith(prefix)
     }
 

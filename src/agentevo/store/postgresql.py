@@ -52,7 +52,7 @@ _TRANSIENT_STATES = ("08", "40001", "40P01", "23505", "53300", "57P0")
 """The beginnings of SQLSTATEs for transient errors: lost connections, serialization, deadlock, a
 clash of inserts, too many clients, a server that stops."""
 _UNREACHABLE_STATES = ("08", "53300", "57P0")
-"""The beginnings that mean that the server can't be reached."""
+"""The beginnings of SQLSTATEs that mean that the server can't be reached."""
 _TIMEOUT_STATES = ("57014", "25P03", "55P03")
 _KEEPALIVES = {
     "tcp_keepalives_idle": "15",
@@ -60,7 +60,7 @@ _KEEPALIVES = {
     "tcp_keepalives_count": "4",
     "tcp_user_timeout": "35000",
 }
-"""Keepalive settings of the server. If a client's machine or network is gone, the client loses its
+"""Keepalive settings of the server. If a client's machine or network fails, the client loses its
 session and locks after 35 seconds. The settings have no effect on a unix socket."""
 _OPTIONS = ("host", "port", "ssl", "sslmode")
 _TABLES = ("tasks", "trajectories", "tokens", "steps", "calls")
@@ -118,9 +118,9 @@ class PostgreSQLStore(SQLStore):
         read_only: bool = False,
     ) -> Self:
         """Opens a schema of an existing database. Creates the schema and tables if needed, unless
-        `create` is false. Raises StoreError for a schema with other tables, or with those of a
-        newer AgentEvo. The schema stays unchanged. `read_only`: every transaction is read only and
-        takes no lock.
+        `create` is false. Raises StoreError for a schema with other tables, or with the tables of a
+        newer AgentEvo, and leaves the schema unchanged. `read_only`: every transaction is read only
+        and takes no lock.
         """
         address, schema = _parse(url)
         load_extra("asyncpg", "postgresql", f"the store {address.render_as_string()}")
@@ -156,12 +156,12 @@ class PostgreSQLStore(SQLStore):
     async def _run(
         self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker"
     ) -> T:
-        """Repeats a call while its errors are transient. A call takes effect whole or not at all,
-        so a retry is safe."""
+        """Runs a transaction, and repeats it while its errors are transient. A transaction takes
+        effect completely or not at all, so a retry is safe."""
         if write and self._read_only:
             raise only_read(self.where, what)
 
-        first: float | None = None
+        first_error_at: float | None = None
         async with self._deadline(what) as retried_errors:
             while True:
                 try:
@@ -169,8 +169,8 @@ class PostgreSQLStore(SQLStore):
                         return await work(connection)
                 except (DBAPIError, OSError) as error:
                     now = time.monotonic()
-                    first = now if first is None else first
-                    if not self._is_transient(error) or now - first > self._away_s:
+                    first_error_at = now if first_error_at is None else first_error_at
+                    if not self._is_transient(error) or now - first_error_at > self._away_s:
                         raise
                     retried_errors[:] = [error]
 
@@ -224,10 +224,10 @@ class PostgreSQLStore(SQLStore):
         return _sqlstate(error).startswith(_TRANSIENT_STATES) or (is_lost and self._is_open)
 
     async def size_bytes(self) -> int:
-        names = ", ".join(f"pg_total_relation_size('{name}')::bigint" for name in _TABLES)
+        sizes = ", ".join(f"pg_total_relation_size('{name}')::bigint" for name in _TABLES)
 
         async def work(connection: AsyncConnection) -> int:
-            return int(sum((await connection.execute(text(f"SELECT {names}"))).one()))
+            return int(sum((await connection.execute(text(f"SELECT {sizes}"))).one()))
 
         return await self._run("size_bytes", work)
 
@@ -250,13 +250,14 @@ def _is_client_broken(error: DBAPIError) -> bool:
 
 
 def _parse(url: str) -> tuple[URL, str]:
-    """The address without AgentEvo's own parameter, and the schema."""
+    """The URL without the parameter `schema`, and that schema."""
     try:
         address = make_url(url)
     except (ArgumentError, ValueError) as error:
-        shown = without_password(url)
+        url_without_password = without_password(url)
         raise UnusableStoreError(
-            f"{shown!r} is not the URL of a database: write postgresql://USER@HOST/DATABASE "
+            f"{url_without_password!r} is not the URL of a database: write "
+            "postgresql://USER@HOST/DATABASE "
             f"({type(error).__name__})"
         ) from None
 
@@ -285,8 +286,8 @@ def _parse(url: str) -> tuple[URL, str]:
         )
 
     address = address.difference_update_query(["schema"])
-    if mode := address.query.get("sslmode"):  # libpq's name for asyncpg's option ssl
-        address = address.difference_update_query(["sslmode"]).update_query_dict({"ssl": mode})
+    if ssl_mode := address.query.get("sslmode"):  # asyncpg's option ssl is sslmode in libpq
+        address = address.difference_update_query(["sslmode"]).update_query_dict({"ssl": ssl_mode})
 
     return address, schema
 
@@ -299,14 +300,14 @@ async def _check_or_make_schema(
     connection: AsyncConnection, store: PostgreSQLStore, *, create: bool, read_only: bool
 ) -> None:
     query = "SELECT tablename FROM pg_tables WHERE schemaname = :schema"
-    names = set((await connection.execute(text(query), {"schema": store.schema})).scalars())
-    if "agentevo_store" in names:
+    table_names = set((await connection.execute(text(query), {"schema": store.schema})).scalars())
+    if "agentevo_store" in table_names:
         version = await connection.scalar(text("SELECT version FROM agentevo_store"))
         if version > SCHEMA_VERSION:
             raise UnusableStoreError(
                 f"{store.where}: the schema {store.schema!r} has version {version}, this "
-                f"AgentEvo knows {SCHEMA_VERSION}: upgrade with pip install -U agentevo; it was "
-                "left as it is"
+                f"AgentEvo knows {SCHEMA_VERSION}: upgrade with pip install -U agentevo; the "
+                "schema was not changed"
             )
 
         where = f"{store.where}: the schema {store.schema!r}"
@@ -324,10 +325,10 @@ async def _check_or_make_schema(
 
         return
 
-    if names:
+    if table_names:
         raise UnusableStoreError(
-            f"{store.where}: the schema {store.schema!r} has other tables: give another with "
-            f"?schema=NAME; it was not changed"
+            f"{store.where}: the schema {store.schema!r} has other tables and was not changed: "
+            "give another schema with ?schema=NAME"
         )
 
     if not create:

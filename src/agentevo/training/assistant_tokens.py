@@ -340,7 +340,7 @@ class AssistantTokens:
         return str(self._template(messages, tools, tokenize=False, add_generation_prompt=prompt))
 
     def _template(self, messages: Chat, tools: Chat | None, **options: Any) -> Any:
-        template_messages = cast(Chat, self._chat_template.in_call_form(messages))
+        template_messages = cast(Chat, self._chat_template.to_call_form(messages))
         try:
             return self.tokenizer.apply_chat_template(
                 template_messages, tools=cast(Any, tools), **options

@@ -1,10 +1,10 @@
 """Communication of processes that compute one pass together, as differentiable functions.
 
-There are two conventions. In a tensor group every process has the same loss, and a gradient that
-reaches a value that all of them hold is complete: `copied` and `added` are a pair. In a context or
-expert group the losses of the processes add up, and each function here has its true adjoint:
-`stretches_gathered`, `exchanged` and `routed`. Every process of a group calls the same functions in
-the same order, forwards and backwards.
+There are two conventions. In a tensor group every process has the same loss, and the gradient of a
+value that all processes hold is complete on each of them: `copy_to_group` and `add_over_group` are
+a pair. In a context or expert group the loss is the sum over the processes, and the backward pass
+of `gather_stretches` and `exchange_rows` is their true adjoint. Every process of a group calls the
+same functions in the same order, forwards and backwards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """The processes along one dimension of a device mesh, and which of them this one is."""
+    """The processes along one dimension of a device mesh, and the rank of this process among
+    them."""
 
     group: distributed.ProcessGroup
     rank: int
@@ -35,15 +36,15 @@ class Ranks:
 
     @classmethod
     def imagine(cls, size: int) -> Ranks:
-        """The first of `size` processes that have not been started, for checks beforehand."""
+        """Rank 0 of `size` processes that do not exist yet, for checks before they start."""
         return cls(cast(distributed.ProcessGroup, None), 0, size)
 
     def __deepcopy__(self, memo: object) -> Ranks:
-        """A copied model is computed by the same processes."""
+        """Returns the same ranks, because the same processes compute a copied model."""
         return self
 
 
-class _Copied(torch.autograd.Function):
+class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         ctx.ranks = ranks
@@ -54,7 +55,7 @@ class _Copied(torch.autograd.Function):
         return _sum(grads[0], ctx.ranks), None
 
 
-class _Added(torch.autograd.Function):
+class _AddOverGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         return _sum(x, ranks)
@@ -64,14 +65,14 @@ class _Added(torch.autograd.Function):
         return grads[0], None
 
 
-class _RankColumns(torch.autograd.Function):
-    """Slices [..., n_i] of the last dimension -> all of them, on every process, whose loss is the
-    same."""
+class _GatherColumns(torch.autograd.Function):
+    """Slices [..., n_i] of the last dimension -> the whole tensor, on every process. All processes
+    have the same loss."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: Ranks, sizes: tuple[int, ...]) -> torch.Tensor:
         ctx.bounds = sum(sizes[: ranks.rank]), sum(sizes[: ranks.rank + 1])
-        return slices_gathered(x, ranks, -1, sizes)
+        return gather_slices(x, ranks, -1, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -79,7 +80,7 @@ class _RankColumns(torch.autograd.Function):
         return grads[0][..., first:end], None, None
 
 
-class _Stretches(torch.autograd.Function):
+class _GatherStretches(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         ctx.ranks = ranks
@@ -96,7 +97,7 @@ class _Stretches(torch.autograd.Function):
         return local_grad, None
 
 
-class _Routed(torch.autograd.Function):
+class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -105,83 +106,84 @@ class _Routed(torch.autograd.Function):
         receive_sizes: Sequence[int],
         ranks: Ranks,
     ) -> torch.Tensor:
-        ctx.how = send_sizes, receive_sizes, ranks
+        ctx.sizes_and_ranks = send_sizes, receive_sizes, ranks
         return _all_to_all(x, send_sizes, receive_sizes, ranks)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        send_sizes, receive_sizes, ranks = ctx.how
+        send_sizes, receive_sizes, ranks = ctx.sizes_and_ranks
         return _all_to_all(grads[0], receive_sizes, send_sizes, ranks), None, None, None
 
 
 def copy_to_group(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """x, which every process of a tensor group holds and uses in part: its gradient is the sum of
-    the processes' gradients."""
-    out: torch.Tensor = _Copied.apply(x, ranks)
+    """x, which every process of a tensor group holds and uses in part. Its gradient is the sum over
+    the processes."""
+    out: torch.Tensor = _CopyToGroup.apply(x, ranks)
     return out
 
 
 def add_over_group(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The sum of the x of a tensor group; every process of the group then uses it alike."""
-    out: torch.Tensor = _Added.apply(x, ranks)
+    """The sum of x over a tensor group. Every process must use the sum in the same way."""
+    out: torch.Tensor = _AddOverGroup.apply(x, ranks)
     return out
 
 
-def columns_gathered(x: torch.Tensor, ranks: Ranks, sizes: tuple[int, ...]) -> torch.Tensor:
-    """Slices [..., sizes[i]] of a tensor group -> the whole tensor; every process then uses it
-    alike."""
-    out: torch.Tensor = _RankColumns.apply(x, ranks, sizes)
+def gather_columns(x: torch.Tensor, ranks: Ranks, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Slices [..., sizes[i]] of a tensor group -> the whole tensor. Every process must use it in
+    the same way."""
+    out: torch.Tensor = _GatherColumns.apply(x, ranks, sizes)
     return out
 
 
-def stretches_gathered(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def gather_stretches(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Equal stretches [n, ...] of a context group -> [size * n, ...], in order of ranks."""
-    out: torch.Tensor = _Stretches.apply(x, ranks)
+    out: torch.Tensor = _GatherStretches.apply(x, ranks)
     return out
 
 
 def exchange_rows(
     x: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], ranks: Ranks
 ) -> torch.Tensor:
-    """Rows x in order of the process that they go to, `send_sizes[i]` of them to process i -> the
-    rows that arrive, `receive_sizes[i]` of them from process i."""
-    out: torch.Tensor = _Routed.apply(x, send_sizes, receive_sizes, ranks)
+    """Sends the rows of x, sorted by receiver, `send_sizes[i]` rows to process i. Returns the
+    received rows, `receive_sizes[i]` rows from process i."""
+    out: torch.Tensor = _ExchangeRows.apply(x, send_sizes, receive_sizes, ranks)
     return out
 
 
-def heads_exchanged(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """A stretch of all heads [n, size * h, D] -> all stretches of this process's heads [size * n,
-    h, D]."""
+def exchange_heads(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """A stretch of nodes with all heads [n, size * h, D] -> all nodes with this process's heads
+    [size * n, h, D]."""
     length, heads, width = x.shape
     parts = x.view(length, ranks.size, heads // ranks.size, width).transpose(0, 1)
-    even = [1] * ranks.size
-    return exchange_rows(parts, even, even, ranks).flatten(0, 1)
+    equal_sizes = [1] * ranks.size
+    return exchange_rows(parts, equal_sizes, equal_sizes, ranks).flatten(0, 1)
 
 
-def nodes_exchanged(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The inverse of `heads_exchanged`."""
+def exchange_nodes(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """The inverse of `exchange_heads`."""
     length, heads, width = x.shape
-    even = [1] * ranks.size
-    parts = exchange_rows(x.view(ranks.size, length // ranks.size, heads, width), even, even, ranks)
+    equal_sizes = [1] * ranks.size
+    parts = exchange_rows(
+        x.view(ranks.size, length // ranks.size, heads, width), equal_sizes, equal_sizes, ranks
+    )
     return parts.transpose(0, 1).flatten(1, 2)
 
 
-def slices_gathered(
-    x: torch.Tensor, ranks: Ranks, dim: int, sizes: tuple[int, ...]
-) -> torch.Tensor:
-    """Slices of sizes[i] along `dim` -> the whole tensor, on every process; no gradient."""
+def gather_slices(x: torch.Tensor, ranks: Ranks, dim: int, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Slices of sizes[i] along `dim` -> the whole tensor, on every process. Has no gradient."""
     widest = max(sizes)
     local_slice = x.detach().movedim(dim, 0)
     padded = local_slice.new_zeros(widest, *local_slice.shape[1:])
     padded[: len(local_slice)] = local_slice
     parts = [torch.empty_like(padded) for _ in sizes]
     distributed.all_gather(parts, padded, group=ranks.group)
-    cut = [part[:size] for part, size in zip(parts, sizes, strict=True)]
-    return torch.cat(cut).movedim(0, dim).contiguous()
+    slices = [part[:size] for part, size in zip(parts, sizes, strict=True)]
+    return torch.cat(slices).movedim(0, dim).contiguous()
 
 
-def owned_given(x: torch.Tensor, ranks: Ranks, owner: int, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor of this shape that one process of the group has and broadcasts; no gradient."""
+def broadcast_from(x: torch.Tensor, ranks: Ranks, owner: int, shape: Sequence[int]) -> torch.Tensor:
+    """Broadcasts a tensor with this shape from the process `owner` to the group. Has no
+    gradient."""
     tensor = x.detach().contiguous() if ranks.rank == owner else x.new_empty(shape)
     distributed.broadcast(tensor, group=ranks.group, group_src=owner)
     return tensor

@@ -1,12 +1,11 @@
-"""The device meshes of a training: they assign processes to parts of the work.
+"""The device meshes of a training, which assign processes to parts of the work.
 
 All meshes contain the same processes in the same order, the innermost dimension first: tensor,
 context, pipeline, shard, replicas.
 
-    whole    dp x pp x cp x tp     dp = replicas x shard: each has its own part of a minibatch
-    data     replicate x shard     over which FSDP shards and adds up
-    experts  sharing x ep          of the mixtures that trainer.parallel.expert spreads, where dp is
-                                   sharing x ep
+    world    dp x pp x cp x tp     dp = replicas x shard; each dp rank has its part of a minibatch
+    data     replicate x shard     FSDP shards parameters and sums gradients over it
+    experts  sharing x ep          the experts of a mixture are spread over ep; dp = sharing x ep
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ SHARD = "shard"
 
 @dataclass(frozen=True, eq=False)
 class Meshes:
-    """See the module."""
+    """The meshes over all processes, for one `trainer.parallel` section."""
 
     section: ParallelSection
     world: DeviceMesh
     data: DeviceMesh
-    """It has one dimension, `shard`, where there are no replicas."""
+    """It has only the dimension `shard` if there are no replicas."""
     experts: DeviceMesh | None
-    """None if experts are not spread."""
+    """None if each process has all experts."""
     both: DeviceMesh | None
-    """With tensor parallelism: the experts' dimension and the tensor group, combined."""
+    """The product of the expert group and the tensor group. None unless both are used."""
     pipeline: Stage | None
     """None if each process has all layers."""
 
@@ -55,23 +54,24 @@ class Meshes:
 
 
 def make_meshes(section: ParallelSection, device_type: str) -> Meshes:
-    """The meshes over all processes; "dp" is in use from then on (`use_mesh`). Each process calls
-    it once. Raises ConfigError if the sizes don't divide their number."""
+    """Creates the meshes, and makes "dp" the data-parallel dimension (`use_mesh`). Each process
+    calls this function once. Raises ConfigError if the sizes don't divide the number of
+    processes."""
     try:
         replicas = section.replicas(distributed.get_world_size())
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
-    inner = section.pipeline * section.context * section.tensor
-    ranks = replicas * section.shard
+    ranks_per_dp = section.pipeline * section.context * section.tensor
+    dp_size = replicas * section.shard
     world_mesh = init_device_mesh(
         device_type,
-        (ranks, section.pipeline, section.context, section.tensor),
+        (dp_size, section.pipeline, section.context, section.tensor),
         mesh_dim_names=(DATA_PARALLEL, PIPELINE, CONTEXT, TENSOR),
     )
     data = init_device_mesh(
         device_type,
-        (replicas, section.shard, inner),
+        (replicas, section.shard, ranks_per_dp),
         mesh_dim_names=(REPLICATE, SHARD, "inner"),
     )
 
@@ -79,13 +79,13 @@ def make_meshes(section: ParallelSection, device_type: str) -> Meshes:
     if section.expert > 1:
         experts = init_device_mesh(
             device_type,
-            (ranks // section.expert, section.expert, inner),
+            (dp_size // section.expert, section.expert, ranks_per_dp),
             mesh_dim_names=(SHARING, EXPERT, "inner"),
         )
 
     if section.expert > 1 and section.tensor > 1:
-        every = torch.arange(ranks * inner)
-        split = every.view(-1, section.expert, section.context, section.tensor)
+        all_ranks = torch.arange(dp_size * ranks_per_dp)
+        split = all_ranks.view(-1, section.expert, section.context, section.tensor)
         groups = split.transpose(1, 2).flatten(2).flatten(0, 1)
         both = DeviceMesh(device_type, groups, mesh_dim_names=("others", EXPERT))
 

@@ -1,7 +1,7 @@
-"""The trainer: trajectories to samples, samples to one policy update and its metrics. It never
-calls an agent or an engine.
+"""The trainer makes samples from trajectories, and one policy update and its metrics from samples.
+It never calls an agent or an engine.
 
-`policy_loss.py` defines what it minimises; `preparation.py` makes the inputs beforehand.
+`policy_loss.py` defines the loss; `preparation.py` makes the samples.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from agentevo.types import Sample, Trajectory
 
 
 class Trainer:
-    """Has the optimizer of a model that was prepared by
-    `agentevo.models.compute.attention.prepare`, and the models of the other roles."""
+    """Trains a model that was prepared by `agentevo.models.compute.attention.prepare`. Owns the
+    optimizer, and the models of the other roles."""
 
     def __init__(
         self,
@@ -70,8 +70,9 @@ class Trainer:
         memory: MemorySection | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """`grammars`: those of the policy's tokens, needed for turns that were sampled under one.
-        Raises TrainingError for a policy that can't replay as `trainer.routing_replay` requires."""
+        """`grammars`: the grammars over the policy's tokens, for turns that were sampled under a
+        grammar. Raises TrainingError for a policy that does not support
+        `trainer.routing_replay`."""
         self.section = trainer
         self.algorithm = algorithm
         self.critic_section = critic or CriticSection()
@@ -100,7 +101,7 @@ class Trainer:
             self.kl = AdaptiveKL(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
 
         self.numbers: TokenNumbers | None = None
-        """The numbers of each token of the last step; None if they are not kept."""
+        """The measurements of each token of the last step. None if they are not recorded."""
         self.mean_entropy: float | None = None
         """Mean entropy of the last optimizer step's tokens, in nats."""
 
@@ -109,13 +110,13 @@ class Trainer:
         return self.roles.policy
 
     @property
-    def pretraining(self) -> bool:
+    def is_critic_pretraining(self) -> bool:
         """Whether the next step teaches only the critic."""
         return self.roles.critic is not None and self.steps < self.critic_section.pretrain_steps
 
     def begin(self) -> None:
-        """Starts training: the models that the algorithm needs and that begin as copies of the
-        policy take its present weights."""
+        """Starts training. Copies the policy's present weights to the other models that the
+        algorithm needs."""
         needs = self.algorithm.needs
         if self.algorithm.kl_coef > 0 or "process_rewards" in needs:
             self.roles.reference = Reference(self.model, self.algorithm)
@@ -138,13 +139,14 @@ class Trainer:
         bound: int | None = None,
         turn_credits: TurnCredits = MappingProxyType({}),
     ) -> PreparedBatch:
-        """Samples for `step`. `baselines`: task id -> reward of the greedy attempt, where the
-        algorithm compares with it. `turn_credits`: the reward of each turn, if `algorithm.credit`
+        """Makes samples for `step`. `baselines`: task id -> reward of the greedy attempt, if the
+        algorithm uses these rewards. `turn_credits`: the reward of each turn, if `algorithm.credit`
         is set.
 
         With `version`, the number of committed steps, tokens more than `bound` versions away from
-        it are not trained on, and the metrics have the ages of all tokens (see `mask_stale`). A
-        trajectory that has no token left stays in its group's baseline, so it is not in `dropped`.
+        it are not trained on, and the metrics contain the ages of all tokens (see `mask_stale`). A
+        trajectory without trained tokens still counts in its group's baseline, so it is not in
+        `dropped`.
         """
         if version is None and bound is not None:
             raise ValueError(
@@ -158,7 +160,7 @@ class Trainer:
             kl_coef=self.kl.coef,
             baselines=baselines,
             turn_credits=turn_credits,
-            monte_carlo=self.pretraining,
+            monte_carlo=self.is_critic_pretraining,
         )
         if "actor/reward_kl" in prepared.metrics:
             prepared.metrics["actor/kl_coef"] = self.kl.coef
@@ -173,8 +175,8 @@ class Trainer:
         return prepared
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """One update from a batch of samples: `epochs` passes of `minibatches` optimizer steps;
-        groups stay whole.
+        """One update from a batch of samples: `epochs` passes of `minibatches` optimizer steps. A
+        group is never split over minibatches.
 
         Raises TrainingError, before the weights change, if the loss or the gradient is not finite.
         """
@@ -195,8 +197,8 @@ class Trainer:
 
         self.steps += 1
         if self.numbers is not None and num_processes() > 1:
-            for of_rank in gather(self.numbers.items()):
-                self.numbers.add(of_rank)
+            for rank_numbers in gather(self.numbers.items()):
+                self.numbers.add(rank_numbers)
 
         if self.roles.reference is not None:
             self.roles.reference.follow(self.model, self.steps)
@@ -211,35 +213,39 @@ class Trainer:
             samples, self.section.micro_batch_tokens, device, merge=merge, packed=self.packed
         )
         nulls = null_batches(samples, len(batches), device, merge=merge)
-        routed = [(indices, self.replay.in_update(batch)) for indices, batch in batches]
+        update_batches = [(indices, self.replay.in_update(batch)) for indices, batch in batches]
         critic = self.roles.critic
         metrics = {}
-        if critic is not None and (self.pretraining or not critic.shared):
-            metrics = critic.update([b for _, b in (routed if critic.shared else batches)], nulls)
+        if critic is not None and (self.is_critic_pretraining or not critic.shared):
+            metrics = critic.update(
+                [b for _, b in (update_batches if critic.shared else batches)], nulls
+            )
             if not critic.shared:
-                self._count(samples, batches)
+                self._count_critic_flops(samples, batches)
 
-        if self.pretraining:
+        if self.is_critic_pretraining:
             return metrics | self.flops.take()
 
         lr = self.optimization.begin()
         entropy_coef = self._entropy_coef()
         kl_coef = self.kl.coef
 
-        joint = critic if critic is not None and critic.shared else None
-        if joint is not None:
-            metrics["critic/lr"] = joint.optimization.begin()
+        shared_critic = critic if critic is not None and critic.shared else None
+        if shared_critic is not None:
+            metrics["critic/lr"] = shared_critic.optimization.begin()
 
         num_tokens = sum(s.num_trained for s in samples)
         weights = self.objective.row_weights(samples)
-        statistics = self.objective.statistics(self.model, [b for _, b in routed], nulls)
+        statistics = self.objective.statistics(self.model, [b for _, b in update_batches], nulls)
         sums = defaultdict[str, float](float)
         largest_diff = 0.0
-        for indices, batch in routed:
+        for indices, batch in update_batches:
             self.flops.count_training([samples[i] for i in indices], batch)
             with (
                 phase("forward"),
-                OutputListener(self.model) if joint is not None else nullcontext() as listener,
+                OutputListener(self.model)
+                if shared_critic is not None
+                else nullcontext() as listener,
             ):
                 loss, token_sums = self.objective.loss(
                     self.model,
@@ -251,11 +257,11 @@ class Trainer:
                     listen=self._listener([samples[i] for i in indices]),
                 )
 
-            if joint is not None and listener is not None:
-                values = joint.values_of(listener.hidden, batch)
-                value_loss, of_values = joint.loss(values, batch, num_tokens)
-                loss = loss + joint.section.coef * value_loss
-                token_sums = token_sums | of_values
+            if shared_critic is not None and listener is not None:
+                values = shared_critic.values_of(listener.hidden, batch)
+                value_loss, value_sums = shared_critic.loss(values, batch, num_tokens)
+                loss = loss + shared_critic.section.coef * value_loss
+                token_sums = token_sums | value_sums
 
             self.optimization.backward(loss)
             largest_diff = max(largest_diff, token_sums.pop("largest_diff"))
@@ -266,8 +272,8 @@ class Trainer:
 
         run_null_batches(self.model, nulls, self.optimization.backward)
         norm = self.optimization.finish()
-        if joint is not None:
-            metrics["critic/grad_norm"] = joint.optimization.finish()
+        if shared_critic is not None:
+            metrics["critic/grad_norm"] = shared_critic.optimization.finish()
 
         metrics |= _means(sum_over_ranks(sums)) | {
             "actor/logprob_diff_max": max(gather(largest_diff))
@@ -283,7 +289,7 @@ class Trainer:
             | {"actor/grad_norm": norm, "actor/lr": lr, "actor/entropy_coef": entropy_coef}
         )
 
-    def _count(
+    def _count_critic_flops(
         self, samples: Sequence[Sample], batches: Sequence[tuple[list[int], PackedBatch]]
     ) -> None:
         """Counts the operations of a critic's passes."""
@@ -296,7 +302,7 @@ class Trainer:
         return None if self.numbers is None else partial(self.numbers.heard, samples)
 
     def _entropy_coef(self) -> float:
-        """The present weight of the entropy bonus; see AlgorithmSection.entropy_target."""
+        """The current weight of the entropy bonus, see AlgorithmSection.entropy_target."""
         section = self.algorithm
         if section.entropy_target is None:
             return section.entropy_coef
@@ -315,8 +321,8 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of state_dict, for a model whose weights are already loaded. A model that was
-        not saved starts from the policy's present weights."""
+        """The inverse of state_dict, for a model whose weights are already loaded. A model that is
+        not in `state` starts from the policy's present weights."""
         self.begin()
         self.optimization.load_state_dict(state["optimization"])
         self.steps = state["steps"]
@@ -340,13 +346,13 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
     """Means over tokens from sums over tokens; counts stay sums."""
     count = sums.pop("count")
     squares = sums.pop("actor/rollout_is_squares", None)
-    of_age = effective_sizes(sums)
+    sizes_by_age = effective_sizes(sums)
 
     means = {
         key: (value if key.startswith("trainer/") or key == "actor/pg_loss" else value / count)
         for key, value in sums.items()
     }
-    means |= of_age
+    means |= sizes_by_age
     if squares is not None:
         total = sums["actor/rollout_is_mean"]
         means["actor/ess"] = total * total / (count * squares) if squares > 0 else 0.0

@@ -30,7 +30,7 @@ from agentevo.config.mcp import MCPServerSection
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.config.texts import with_texts_of_file
 from agentevo.config.tool_entries import ToolEntry
-from agentevo.config.tools import ToolSection, named_tool
+from agentevo.config.tools import ToolSection, tool_entry
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.observability.sweep_view import SweepView
 from agentevo.rollout.task_files import DEMONSTRATIONS, HELD_OUT, TRAIN, write_rows
@@ -152,7 +152,7 @@ class Evolution:
         return texts if isinstance(texts, Mapping) else {}
 
     def _recipe(self, tasks: Path) -> dict[str, Any]:
-        tools = [named_tool(section) for section in self.source.sections(tasks)]
+        tools = [tool_entry(section) for section in self.source.sections(tasks)]
         return recipe_of(self.section, self.tree, tools, tasks)
 
     def _pipeline(self, tasks: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ SUMMARY = "summary.json"
 
 
 class EvaluateOptions(Section):
-    """How `evaluate` plays."""
+    """The options of `evaluate`."""
 
     attempts: int = Field(default=1, ge=1, le=4096)
     """The number of attempts at each task. A single attempt is greedy."""
@@ -78,20 +78,21 @@ class EvaluateStage(StageKind):
         return (job.folder / "eval.json").is_file()
 
     def _has_failed(self, job: Job) -> bool:
-        """Whether every attempt of a finished evaluation failed, for example because the judge was
-        unreachable."""
+        """Whether the evaluation finished and every attempt failed, for example because the judge
+        was unreachable."""
         try:
             model = read_json_object(job.folder / SUMMARY)["models"][0]
             return bool(model["failed"] == model["attempts"])
         except (AgentEvoError, OSError, KeyError, IndexError, TypeError):
-            return False  # there is none, or a damaged one, which `made` reports
+            return False  # `made` reports a damaged summary
 
     def made(self, job: Job) -> StageResult:
-        return measure(job.folder)
+        return read_measurements(job.folder)
 
 
-def measure(folder: Path) -> StageResult:
-    """The result of the evaluation in a folder. Raises ConfigError for a damaged folder."""
+def read_measurements(folder: Path) -> StageResult:
+    """The result of the evaluation or scoring in a folder. Raises ConfigError if its summary is
+    damaged."""
     try:
         model = read_json_object(folder / SUMMARY)["models"][0]
         numbers: dict[str, float] = {}
@@ -110,7 +111,7 @@ def measure(folder: Path) -> StageResult:
 
 
 class ScoreOptions(Section):
-    """Options of `score`."""
+    """The options of `score`."""
 
     source: str
     """The folder of a stage of the kind `evaluate`."""
@@ -142,7 +143,7 @@ class ScoreStage(StageKind):
         return (job.folder / SUMMARY).is_file()
 
     def made(self, job: Job) -> StageResult:
-        return measure(job.folder)
+        return read_measurements(job.folder)
 
 
 class ExportStage(StageKind):
@@ -166,7 +167,8 @@ class ExportStage(StageKind):
         return {"file": folder / self.name}
 
     def export_words(self, job: Job, form: str) -> list[str]:
-        """The command without the options of its form."""
+        """The export command with the option `form`, without options that belong only to that
+        form."""
         source = job.options.source
         out = str(job.folder / self.name)
         words = [*AGENTEVO, "trajectories", "export", source, out, form]
@@ -174,7 +176,7 @@ class ExportStage(StageKind):
 
 
 class FilterOptions(Section):
-    """Which attempts `filter` chooses."""
+    """The options of `filter`."""
 
     source: str
     """The folder of a run, such as ${stages.NAME.folder}, whose training attempts are the
@@ -201,12 +203,12 @@ class FilterStage(ExportStage):
 
 
 class PreferencesOptions(Section):
-    """Which attempts `preferences` compares."""
+    """The options of `preferences`."""
 
     source: str
     """The folder of a run, whose groups of training attempts are compared."""
     min_margin: float = Field(default=0.0, ge=0)
-    """The chosen attempt's reward must be higher by more than this."""
+    """The chosen attempt's reward must exceed the rejected attempt's reward by more than this."""
     per_task: int = Field(default=1, ge=1)
     """Maximum number of pairs per group: the best against the worst, the second best against the
     second worst, and so on."""

@@ -18,7 +18,6 @@ from agentevo_evolve.task_making.questions import DatabaseQuestion
 HELD_OUT_SHARE = 0.2
 """The share of all contents that is held out."""
 MAX_DIFFICULTY = 5
-"""The key in a task's metadata with the calls that solve it."""
 CONTENT = "content"
 """The key in a task's metadata with the name of its content."""
 PARENT = "variant_of"
@@ -26,11 +25,11 @@ PARENT = "variant_of"
 
 
 class ValueSource(msgspec.Struct, frozen=True, kw_only=True):
-    """The source of an argument that the agent does not receive. It is the first such value in the
-    result of an earlier call."""
+    """The source of an argument that the agent does not receive: the first value of that name in
+    the result of an earlier call."""
 
     step: int
-    """The number of that call, from 0."""
+    """The number of the earlier call, from 0."""
     name: str
     """The name of the parameter that the value is for."""
 
@@ -66,20 +65,20 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[ScenarioStep]
     world: int
     answer: str | None = None
-    """The right answer, if the state does not decide."""
+    """The right answer if the attempt is judged by its answer."""
     place: str = ""
     """The part of the last result that is the answer: a key of its JSON, or empty for its first
     line."""
     checks: list[StateCheck] = []
     is_open: bool = False
-    """Whether neither an answer nor a state decides. Its calls have different results each time, so
-    a judge must score the attempt."""
+    """Whether a judge must score the attempt, because the calls have different results each
+    time."""
     parent: str = ""
     """The id of the task that this scenario is a harder variant of."""
 
     @property
     def kind(self) -> Literal["state", "answer", "open"]:
-        """What decides whether an attempt succeeds."""
+        """How an attempt is judged: by the final state, by its answer, or by a judge (open)."""
         if self.is_open:
             return "open"
         return "state" if any(step.changes for step in self.steps) else "answer"
@@ -144,7 +143,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pairs_of(tools: Sequence[str]) -> set[tuple[str, str]]:
-    """Pairs of each tool with the next one."""
+    """Pairs of each tool and the next tool."""
     return set(pairwise(tools))
 
 
@@ -154,6 +153,6 @@ def is_held_out(content: str, share: float = HELD_OUT_SHARE) -> bool:
 
 
 def steps_of(row: Mapping[str, Any]) -> list[ScenarioStep]:
-    """The calls that solve a made task. Raises msgspec.ValidationError for a row that has no such
-    calls."""
+    """The calls that solve the task of a row. Empty if the row has no such calls. Raises
+    msgspec.ValidationError if they are malformed."""
     return msgspec.convert(row.get(SOLVED_BY_CALLS, []), list[ScenarioStep])

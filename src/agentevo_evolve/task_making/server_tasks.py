@@ -1,11 +1,12 @@
 """Makes tasks for a tool server from the server alone. Real calls explore its tools (survey.py).
-Random call sequences run on the server (walks.py). Their final state, or the value that they find,
-becomes the truth (grounding.py). A text asks the agent to reach it (wording.py).
+Random call sequences run on the server (walks.py). The final state of a sequence, or the value that
+it finds, becomes the reference of a task (grounding.py). A text asks the agent for that state or
+value (wording.py).
 
 All random choices come from the seed, so the same server, seed and counts give the same tasks.
 Walks run in rounds of CONCURRENCY, each walk in its own session. The tools that a round prefers
-depend on earlier rounds. Only a task's content decides whether the task is held out (scenario.py).
-So no content is both trained on and held out, even in later sets of tasks.
+depend on earlier rounds. Only a task's content decides whether the task is held out (scenario.py),
+so no content is both trained on and held out, even in later sets of tasks.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from agentevo_evolve.task_making.walks import (
 from agentevo_evolve.task_making.wording import (
     LANGUAGES,
     PERSONAS,
+    find_tool_names,
     gives_away,
-    named_tools,
     values_left_out,
     word_scenario,
 )
@@ -68,12 +69,11 @@ class WantedTasks(msgspec.Struct, frozen=True, kw_only=True):
     held_out: int = 50
     seed: int = 0
     worlds: int = 1
-    """The number of worlds. Each task's `world` is the number of its world. 1 for a server with a
-    single world."""
+    """The number of the server's worlds. A task's `world` is the number of its world."""
     max_calls: int = MAX_CALLS
     languages: tuple[str, ...] = ("en",)
     personas: tuple[str, ...] = ("",)
-    """The personas that ask. "" is no particular persona."""
+    """The personas that write the tasks. "" is a task without a persona."""
     kinds: tuple[str, ...] = ("state", "answer")
     min_difficulty: int = 1
     max_difficulty: int = MAX_DIFFICULTY
@@ -89,11 +89,11 @@ class MadeTasks(msgspec.Struct, kw_only=True):
     held_out: list[dict[str, Any]] = []
     survey: Survey
     reasons: dict[str, int] = {}
-    """Maps the reason why walks gave no task to their number."""
+    """Maps a reason why walks gave no task to the number of these walks."""
 
     @property
     def account(self) -> dict[str, Any]:
-        """The account for users and reports."""
+        """A summary of the tasks, for users and reports."""
         rows = [*self.train, *self.held_out]
         tools = Counter(tool for row in rows for tool in row["tools"])
         pairs = {pair for row in rows for pair in zip(row["tools"], row["tools"][1:], strict=False)}
@@ -266,9 +266,11 @@ class _Maker:
             self._reasons["of a difficulty that is not wanted"] += 1
             return None
 
-        is_known = planned.kind == "state" or steps[-1].question is not None
-        reason = self._why_not_needed(planned) if is_known else self._too_many_alike(planned)
-        if reason:  # makes no calls for a scenario that is not needed
+        is_final_kind = planned.kind == "state" or steps[-1].question is not None
+        reason = (
+            self._why_not_needed(planned) if is_final_kind else self._difficulty_problem(planned)
+        )
+        if reason:  # an unneeded scenario costs no further calls
             self._reasons[reason] += 1
             return None
 
@@ -285,14 +287,14 @@ class _Maker:
             return None
 
     def _keep(self, scenario: Scenario, draw: random.Random) -> bool:
-        """Adds the scenario to the tasks if it is acceptable, and returns whether it did."""
+        """Adds the scenario to the tasks if it is acceptable. Returns whether it was added."""
         request = self._request
         language = draw.choice(request.languages)
         persona = draw.choice(request.personas)
         query = word_scenario(
             scenario, self._survey.descriptions, language=language, persona=persona
         )
-        reason = self._why_not_needed(scenario) or self._problem(scenario, query)
+        reason = self._why_not_needed(scenario) or self._wording_problem(scenario, query)
         if reason:
             self._reasons[reason] += 1
             return False
@@ -319,23 +321,23 @@ class _Maker:
         if content in self._taken_contents:
             return "there already"
 
-        is_apart = is_held_out(content)
-        if len(tasks.held_out if is_apart else tasks.train) >= (
-            request.held_out if is_apart else request.train
+        is_evaluation = is_held_out(content)
+        if len(tasks.held_out if is_evaluation else tasks.train) >= (
+            request.held_out if is_evaluation else request.train
         ):
             return "enough of its side of the split"
 
-        return self._too_many_alike(scenario)
+        return self._difficulty_problem(scenario)
 
-    def _too_many_alike(self, scenario: Scenario) -> str:
+    def _difficulty_problem(self, scenario: Scenario) -> str:
         return "enough have its difficulty" if self._has_enough(scenario.difficulty) else ""
 
-    def _problem(self, scenario: Scenario, query: str) -> str:
+    def _wording_problem(self, scenario: Scenario, query: str) -> str:
         if query in self._queries:
             return "there already"
         if len(query) > MAX_QUERY_CHARS:
             return "its words are too long"
-        if named_tools(query, self._survey.names):
+        if find_tool_names(query, self._survey.names):
             return "its words name a tool"
         if values_left_out(query, scenario):
             return "its words leave out what has to be told"
@@ -351,7 +353,7 @@ class _Maker:
         return ""
 
     def _has_enough(self, difficulty: int) -> bool:
-        """Whether other difficulties have priority."""
+        """Whether the search currently prefers other difficulties."""
         return self._is_common(difficulty) and self._misses < self._patience
 
     def _is_common(self, difficulty: int) -> bool:

@@ -1,6 +1,6 @@
-"""Random call sequences, which run on the server while they are chosen. Tools, and pairs of
-consecutive tools, have a higher probability the less they were used. The agent receives the
-arguments of a call, or finds them in results of earlier calls of the walk.
+"""Random call sequences (walks). Each call runs on the server before the next one is chosen. Tools,
+and pairs of consecutive tools, have a higher probability the less they were used. The agent
+receives the arguments of a call, or finds them in results of earlier calls of the walk.
 
 A call whose result no later call uses is left out of the walk, unless the task asks for that
 result.
@@ -41,9 +41,9 @@ class Coverage:
         self.tools: Counter[str] = Counter()
         self.pairs: Counter[tuple[str, str]] = Counter()
         self.answers: Counter[tuple[str, str]] = Counter()
-        """Counts pairs of the last tool and the value that the agent has to say."""
+        """Counts pairs of the last tool and the right answer."""
         self.fruitless: Counter[str] = Counter()
-        """Maps the last tool to the number of walks to it that gave no new task."""
+        """Maps a tool to the number of walks that ended with it and gave no new task."""
 
     def add(self, tools: Sequence[str], answer: str | None) -> None:
         """Counts a scenario that became a task."""
@@ -63,25 +63,25 @@ class Coverage:
 async def walk(
     tools: AttemptTools,
     survey: Survey,
-    used: Coverage,
+    coverage: Coverage,
     draw: random.Random,
     num_calls: int,
     start: Sequence[ScenarioStep] = (),
 ) -> tuple[list[ScenarioStep], list[CallResult]]:
-    """A walk of at most `num_calls` calls in a session of its own, after the calls of `start`,
-    which are already made in that session. Also returns every call with its result. `survey` learns
-    nothing from them here. A refused call may name values, which come before all others in this
-    world. After MAX_REFUSALS refusals the walk ends."""
+    """A walk of at most `num_calls` calls in a session, after the calls of `start`, which the
+    session has already made. Also returns every call with its result; the caller updates `survey`
+    with them. If a refusal names values of a parameter, later calls of the walk use these values.
+    The walk ends after MAX_REFUSALS refusals."""
     results: list[CallResult] = []
     steps = list(start)
-    named = dict[str, list[Any]]()
+    refusal_values = dict[str, list[Any]]()
     refusals = 0
     while len(steps) < len(start) + num_calls and refusals < MAX_REFUSALS:
         names = survey.usable
         before = steps[-1].tool if steps else None
         weights = [
-            used.weight(candidate, before, candidate in survey.databases)
-            * _chains(survey, steps, candidate)
+            coverage.weight(candidate, before, candidate in survey.databases)
+            * _chain_weight(survey, steps, candidate)
             for candidate in names
         ]
         (name,) = draw.choices(names, weights)
@@ -95,12 +95,12 @@ async def walk(
             continue
 
         sources = _find_argument(survey, steps, name, draw)
-        fixed = {parameter: value for parameter, (_, value) in sources.items()}
+        fixed_arguments = {parameter: value for parameter, (_, value) in sources.items()}
         for parameter in properties(survey.schemas[name]):
-            if parameter not in fixed and named.get(parameter):
-                fixed[parameter] = draw.choice(named[parameter])
+            if parameter not in fixed_arguments and refusal_values.get(parameter):
+                fixed_arguments[parameter] = draw.choice(refusal_values[parameter])
 
-        arguments = survey.draw_arguments(name, draw, fixed)
+        arguments = survey.draw_arguments(name, draw, fixed_arguments)
         result = await call_tool(tools, name, arguments)
         results.append(result)
 
@@ -108,7 +108,7 @@ async def walk(
             refusals += 1
             for parameter, schema in properties(survey.schemas[name]).items():
                 if values := list(values_in_text(result.text, parameter, schema)):
-                    named[parameter] = values
+                    refusal_values[parameter] = values
             continue
 
         steps.append(
@@ -127,8 +127,8 @@ async def walk(
 async def extend_question(
     tools: AttemptTools, survey: Survey, start: Sequence[ScenarioStep], draw: random.Random
 ) -> tuple[list[ScenarioStep], list[CallResult]]:
-    """The same calls with a further condition in the question of the last call. Empty if there is
-    no harder question, or if the tool no longer exists."""
+    """The calls of `start`, with a further condition in the question of the last call, and the
+    result of that call. Empty if there is no harder question, or if the tool no longer exists."""
     last = start[-1]
     database = survey.databases.get(last.tool)
     if database is None or last.question is None:
@@ -145,7 +145,7 @@ async def extend_question(
 async def _ask_database(
     tools: AttemptTools, survey: Survey, tool: str, question: DatabaseQuestion
 ) -> tuple[ScenarioStep | None, CallResult]:
-    """A question to a database, and its result. No step if the database returns no answer."""
+    """Asks a database a question. Returns the step (None if there is no answer) and the result."""
     arguments = {survey.databases[tool].parameter: question.sql}
     result = await call_tool(tools, tool, arguments)
     if result.is_error or len(result.text) > MAX_RESULT_CHARS:
@@ -156,8 +156,8 @@ async def _ask_database(
 
 
 def prune_steps(steps: Sequence[ScenarioStep]) -> list[ScenarioStep]:
-    """The steps without superfluous calls: those that change nothing and whose result no other step
-    uses. If no call changes anything, the last call and the calls that it needs."""
+    """The steps without calls that change nothing and whose result no other step uses. If no call
+    changes anything, only the last call and the calls that it needs remain."""
     has_state = any(step.changes for step in steps)
     kept_steps: set[int] = set()
     for number in reversed(range(len(steps))):
@@ -179,30 +179,31 @@ def prune_steps(steps: Sequence[ScenarioStep]) -> list[ScenarioStep]:
     ]
 
 
-def _chains(survey: Survey, steps: Sequence[ScenarioStep], tool: str) -> float:
-    gives = any(
+def _chain_weight(survey: Survey, steps: Sequence[ScenarioStep], tool: str) -> float:
+    has_source = any(
         _first_source(survey, steps, tool, name) for name in properties(survey.schemas[tool])
     )
-    return CHAIN_WEIGHT if gives else 1.0
+    return CHAIN_WEIGHT if has_source else 1.0
 
 
 def _find_argument(
     survey: Survey, steps: Sequence[ScenarioStep], tool: str, draw: random.Random
 ) -> dict[str, tuple[ValueSource, Any]]:
-    """Arguments from earlier calls, each with its value."""
-    taken = {}
+    """Maps a parameter to the source of its value in an earlier call, and the value."""
+    sources = {}
     for name in properties(survey.schemas[tool]):
         first = _first_source(survey, steps, tool, name)
         if first is not None and draw.random() < REUSE_PROBABILITY:
-            taken[name] = first
-    return taken
+            sources[name] = first
+    return sources
 
 
 def _first_source(
     survey: Survey, steps: Sequence[ScenarioStep], tool: str, name: str
 ) -> tuple[ValueSource, Any] | None:
-    """The source of a value: the newest call that changes nothing and names the parameter, with the
-    first value that the agent does not receive."""
+    """The source of a value, and the value: the newest call whose result has a value of the
+    parameter that the agent does not receive. None if there is none after the last call that
+    changes the state."""
     schema = properties(survey.schemas[tool])[name]
     past_values = [value for step in steps for value in step.arguments.values()]
     for number in reversed(range(len(steps))):
@@ -216,5 +217,5 @@ def _first_source(
 
 
 def first_value(text: str, name: str, schema: dict[str, Any] | Any) -> Any:
-    """The first value of a parameter that a result names. None if it names none."""
+    """The first value of a parameter in a result. None if the result has none."""
     return next(iter(values_in_text(text, name, schema)), None)

@@ -1,8 +1,8 @@
 """Puts a scenario into words without a model. The first sentence of each tool's description says
 what to do, with the arguments that the agent receives. The text never contains names of tools.
 
-"Books a free room for a guest." becomes "booking a free room for a guest". With another form of the
-verb, the text could contain the name of a tool such as `book`.
+"Books a free room for a guest." becomes "booking a free room for a guest". The text does not
+contain the verb itself, which could be the name of a tool, such as `book`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from agentevo_evolve.task_making.scenario import Scenario, ScenarioStep
 
-_FIRST = re.compile(r"^(.+?)(?:[.!?](?:\s|$)|\n\s*\n|$)", re.DOTALL)
+_FIRST_SENTENCE = re.compile(r"^(.+?)(?:[.!?](?:\s|$)|\n\s*\n|$)", re.DOTALL)
 _VOWELS = "aeiou"
 
 
@@ -108,7 +108,7 @@ def word_scenario(
 def _describe_call(
     steps: Sequence[ScenarioStep], number: int, descriptions: Mapping[str, str], phrases: Phrases
 ) -> str:
-    """A call in words. Calls that provide its arguments are nested inside."""
+    """A call in words. The text contains the calls that provide its arguments."""
     step = steps[number]
     if step.question is not None:
         return step.question.words
@@ -118,14 +118,14 @@ def _describe_call(
         source = _describe_call(steps, origin.step, descriptions, phrases)
         arguments.append(phrases.found_value.format(name=_plain(name), source=source))
 
-    doing = activity_of(descriptions[step.tool])
-    return f"{doing} ({', '.join(arguments)})" if arguments else doing
+    activity = activity_of(descriptions[step.tool])
+    return f"{activity} ({', '.join(arguments)})" if arguments else activity
 
 
 def activity_of(description: str) -> str:
     """The first sentence of a description as an activity: "Lists free rooms, the cheapest first."
     becomes "listing free rooms, the cheapest first"."""
-    first = _FIRST.match(" ".join(description.split()))
+    first = _FIRST_SENTENCE.match(" ".join(description.split()))
     words = first[1].rstrip(" .:;").split(" ") if first is not None else []
     if not words or not words[0]:
         return "doing what there is to do"
@@ -166,7 +166,7 @@ def _plain(name: str) -> str:
     return name.replace("_", " ")
 
 
-def named_tools(text: str, tools: Sequence[str]) -> list[str]:
+def find_tool_names(text: str, tools: Sequence[str]) -> list[str]:
     """The names of tools that a text contains as whole words, in any case."""
     return [
         tool
@@ -176,25 +176,25 @@ def named_tools(text: str, tools: Sequence[str]) -> list[str]:
 
 
 def values_left_out(text: str, scenario: Scenario) -> list[str]:
-    """The values that the agent needs and that the text lacks."""
+    """The values that the agent needs and that are missing from the text."""
     values = [shown(value) for step in scenario.steps for value in step.required_values.values()]
-    return [value for value in values if not _is_in(value, text)]
+    return [value for value in values if not _contains(value, text)]
 
 
 def gives_away(text: str, scenario: Scenario) -> bool:
     """Whether the text says what the agent has to find."""
-    hidden = [] if scenario.answer is None else [scenario.answer]
-    told_values = {
+    hidden_values = [] if scenario.answer is None else [scenario.answer]
+    stated_values = {
         shown(value) for step in scenario.steps for value in step.required_values.values()
     }
-    hidden += [
+    hidden_values += [
         shown(step.arguments[name])
         for step in scenario.steps
         for name in step.found
         if len(shown(step.arguments[name])) > 2
     ]
-    return any(value not in told_values and _is_in(value, text) for value in hidden)
+    return any(value not in stated_values and _contains(value, text) for value in hidden_values)
 
 
-def _is_in(value: str, text: str) -> bool:
+def _contains(value: str, text: str) -> bool:
     return bool(re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text, re.IGNORECASE))

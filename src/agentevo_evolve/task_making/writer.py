@@ -19,7 +19,7 @@ from agentevo.errors import AgentEvoError
 from agentevo.inference.remote_models.model import RemoteModel
 from agentevo.rewards.answer_texts import find_answer
 from agentevo_evolve.task_making.scenario import Scenario, steps_of
-from agentevo_evolve.task_making.wording import gives_away, named_tools, values_left_out
+from agentevo_evolve.task_making.wording import find_tool_names, gives_away, values_left_out
 
 MAX_TEXT_CHARS = 2000
 """The maximum number of characters of a text."""
@@ -99,7 +99,7 @@ def _problem(text: Any, row: Mapping[str, Any], tools: Sequence[str]) -> str:
         return f"longer than {MAX_TEXT_CHARS:,} characters"
 
     scenario = Scenario(steps=steps_of(row), world=0, answer=row.get("answer"))
-    if named := named_tools(text, tools):
+    if named := find_tool_names(text, tools):
         return f"it names a tool: {named[0]}"
     if missing := values_left_out(text, scenario):
         return f"it leaves out a value: {missing[0]}"

@@ -104,7 +104,7 @@ class Listing(NamedTuple):
 
 
 class IndexReader:
-    """Reads an index. Every method raises IndexAway while there is no index."""
+    """Reads an index. Every method raises IndexUnavailableError while there is no index."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -22,7 +22,7 @@ from agentevo_evolve.task_making.server_tasks import WantedTasks, make_tasks
 from agentevo_evolve.task_making.solvability import grade_tasks
 from agentevo_evolve.task_making.survey import Survey, survey
 from agentevo_evolve.task_making.values import Values, described_values, values_in_text
-from agentevo_evolve.task_making.wording import activity_of, gerund, named_tools
+from agentevo_evolve.task_making.wording import activity_of, find_tool_names, gerund
 
 SETTINGS = WantedTasks(train=30, held_out=8, worlds=12, personas=("", "polite"))
 
@@ -87,7 +87,7 @@ def test_every_tool_is_used_none_is_named_and_tasks_are_graded(hotel):
     rows = [*hotel.train, *hotel.held_out]
     names = ["book", "cancel", "find_bookings", "find_rooms"]
     assert all(count for count in hotel.account["tools"].values())
-    assert not any(named_tools(row["query"], names) for row in rows)
+    assert not any(find_tool_names(row["query"], names) for row in rows)
     assert len({row["difficulty"] for row in rows}) >= 3
     assert len(hotel.account["pairs"]) >= 3
     assert hotel.account["changing"] == ["book", "cancel"]

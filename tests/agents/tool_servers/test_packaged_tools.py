@@ -305,7 +305,7 @@ def folder():
     yield make
     for one in made:
         one.close()
-        assert not os.path.exists(one._own)
+        assert not os.path.exists(one._temporary_folder)
 
 
 def test_files_are_read_written_found_and_judged(folder):
@@ -329,9 +329,9 @@ def test_no_path_leads_out_of_the_folder(folder, tmp_path):
     secret = tmp_path / "secret.txt"
     secret.write_text("secret")
     files = folder()
-    os.symlink(secret, os.path.join(files._own, "link.txt"))
-    os.symlink(tmp_path, os.path.join(files._own, "out"))
-    os.mkfifo(os.path.join(files._own, "pipe"))
+    os.symlink(secret, os.path.join(files._temporary_folder, "link.txt"))
+    os.symlink(tmp_path, os.path.join(files._temporary_folder, "out"))
+    os.mkfifo(os.path.join(files._temporary_folder, "pipe"))
 
     paths = [
         "../secret.txt",
@@ -381,7 +381,7 @@ def test_files_have_bounds(folder, tmp_path):
 
     files = folder()
     for number in range(MAX_FILES):
-        os.mkdir(f"{files._own}/{number}")
+        os.mkdir(f"{files._temporary_folder}/{number}")
 
     with pytest.raises(ToolError, match="files and folders"):
         files.write_file("one/more.txt", "")

@@ -119,7 +119,7 @@ def _without(path: Path, *keys: str) -> None:
         del inner[name]
 
     path.write_text(yaml.safe_dump(tree))
-    HeadFile(path.parent).know_file(path.name)
+    HeadFile(path.parent).record_file(path.name)
 
 
 OLD = (

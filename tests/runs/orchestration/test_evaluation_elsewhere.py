@@ -59,7 +59,7 @@ def test_nothing_is_sent_any_more_after_it(is_stopped, engines, monkeypatch):
     """Also where somebody stops it."""
     looks = []
 
-    async def look_after():
+    async def repair():
         looks.append("begun")
         await asyncio.sleep(0.2)
         looks.append("over")
@@ -69,7 +69,7 @@ def test_nothing_is_sent_any_more_after_it(is_stopped, engines, monkeypatch):
             await asyncio.sleep(0.001)
 
     async def work():
-        engines.repair_with(look_after)
+        engines.repair_with(repair)
         try:
             await played(engines, lambda: is_stopped and "begun" in looks)
         except StopAskedError:

@@ -13,7 +13,7 @@ from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.files.save import save_model
 from agentevo.runs.orchestration.components import load_policy
 from agentevo.runs.processes import sample as module
-from agentevo.runs.processes.sample import conversation
+from agentevo.runs.processes.sample import chat_of_recipe
 from agentevo.store import open_store
 
 TINY = {"environment": {"type": "coins"}, "model": {"name": "tiny"}}
@@ -39,7 +39,7 @@ def test_conversations_are_encoded_as_the_trainers(saved, tmp_path):
         for weights in (tmp_path / "model").glob("*.safetensors"):  # they are not read
             weights.write_bytes(b"none")
 
-    chat, length = conversation(config)
+    chat, length = chat_of_recipe(config)
     expected = ChatFormat(loaded.tokenizer, loaded.model.generation_config)
     assert (chat.end_ids, chat.end_of_turn_id) == (expected.end_ids, expected.end_of_turn_id)
     assert (7 in chat.end_ids) == saved

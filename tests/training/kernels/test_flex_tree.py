@@ -99,7 +99,9 @@ def test_a_mask_for_128k_nodes_takes_no_memory_for_all_pairs():
 @pytest.mark.parametrize("lengths", [[300], [200, 300, 150]])
 def test_long_texts_that_share_nothing_take_flash_attention(lengths, monkeypatch):
     monkeypatch.setattr(flex_tree, "LONG_TEXT", 200)
-    monkeypatch.setattr(flex_tree, "_run", lambda kind: pytest.fail("FlexAttention was called"))
+    monkeypatch.setattr(
+        flex_tree, "_attention_function", lambda kind: pytest.fail("FlexAttention was called")
+    )
 
     tree = build_tree([[10 * n + 1] * length for n, length in enumerate(lengths)])
     generator = torch.Generator().manual_seed(0)
@@ -127,7 +129,7 @@ def test_narrow_heads_are_padded():
         return flex_attention(*heads, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex_tree, "_run", lambda kind: attention)
+        patch.setattr(flex_tree, "_attention_function", lambda kind: attention)
         found = FlexTree(tree, CPU).attend(q, k, v, 0.25, None, None)
     assert given == [[16, 16, 16]] and found.shape == q.shape
 

@@ -53,7 +53,7 @@ def pieces_of(reply: ModelReply) -> list[Delta]:
     return pieces
 
 
-Hear = Callable[[int, list[Delta]], None]
+OnPieces = Callable[[int, list[Delta]], None]
 """A listener: it is called with the number of a completion, from 0, and its next pieces."""
 
 

@@ -1,5 +1,5 @@
-"""The description of one API of the gateway: how its requests are read, and how its answers, its
-events and its failures are written. The routes (app.py) use only this description."""
+"""The description of one API of the gateway: how to read its requests, and how to write its
+answers, events and errors. The application (app.py) uses only this description."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ class AnswerStream(Protocol):
         ...
 
     def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
-        """The events for the next pieces of the completion of this number."""
+        """The events for the next pieces of completion `number`."""
         ...
 
     def end(self, replies: Sequence[ModelReply]) -> list[Event]:
-        """How all completions ended."""
+        """The last events, after all completions have ended."""
         ...
 
     def failure_events(self, refusal: Refusal) -> list[Event]:
-        """Why the answer ends here."""
+        """The last events if the answer ends with an error."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api(Generic[Request]):
-    """See the module."""
+    """One API of the gateway, as functions between HTTP bodies and the gateway's types."""
 
     path: str
-    """Below /v1, such as "/chat/completions"."""
+    """The path below /v1, such as "/chat/completions"."""
     request_of: Callable[[Mapping[str, Any], Memory], Request]
-    """The request of a body. The memory is the session's; most APIs keep nothing in it. Raises
-    BadRequestError or Refusal for a request that can't be answered."""
+    """Reads a request from its body. The memory belongs to the session; most APIs do not use it.
+    Raises BadRequestError or Refusal for a request that can't be answered."""
     answer: Callable[[Request, Sequence[ModelReply]], dict[str, Any]]
     """The body of an answer that is not streamed."""
     stream: Callable[[Request], AnswerStream]
     error: Callable[[Refusal], dict[str, Any]]
     """The body of an answer that is an error."""
     statuses: Mapping[int, int] = field(default_factory=dict)
-    """Status of the gateway -> the status that this API has in its place."""
+    """Maps an HTTP status of the gateway to the status that this API uses instead."""
     encode: Callable[[Event], bytes]
-    """An event as it is sent."""
+    """Encodes an event as bytes of the stream."""
 
 
 def data_event(event: Event) -> bytes:

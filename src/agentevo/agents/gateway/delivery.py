@@ -112,7 +112,7 @@ class DeliveredTokens:
         self._news = asyncio.Event()
 
     def add(self, number: int, pieces: list[Delta]) -> None:
-        """See answer.Hear."""
+        """See answer.OnPieces."""
         self._pieces.append((number, pieces))
         self._news.set()
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import msgspec
 
-from agentevo.agents.gateway.answer import Hear, pieces_of
+from agentevo.agents.gateway.answer import OnPieces, pieces_of
 from agentevo.agents.gateway.refusals import Refusal
 from agentevo.agents.gateway.request import Delivery, ModelReply, ModelRequest, PromptSize
 from agentevo.inference.remote_models import RemoteConversations
@@ -20,7 +20,7 @@ async def completed_remotely(
     remote: RemoteConversations,
     request: ModelRequest,
     delivery: Delivery,
-    on_pieces: Hear | None,
+    on_pieces: OnPieces | None,
     *,
     model: str,
     agent: str,

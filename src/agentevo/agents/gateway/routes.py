@@ -1,5 +1,5 @@
-"""A part of the gateway's routes: those of the APIs (api_routes.py), or those that a command adds.
-The application (app.py) finds out who sends a request, and answers it through these."""
+"""A group of the gateway's routes: the routes of the APIs (api_routes.py), or routes that a command
+adds. The application (app.py) identifies the sender of a request and calls the route's handler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentevo.agents.gateway.refusals import Refusal
 from agentevo.agents.gateway.session import GatewaySession
 
 Handler = Callable[[Request], Awaitable[Response]]
-"""Answers a request, or raises the reason why it does not."""
+"""Answers a request, or raises an error for `Routes.failure_response`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Caller:
     """The owner of a valid key."""
 
     session: GatewaySession | None = None
-    """The session that the key belongs to; None for the key of the whole server."""
+    """The session of the key. None for the key of the whole server."""
 
 
 class GatewayRoute(NamedTuple):
@@ -34,16 +34,16 @@ class GatewayRoute(NamedTuple):
     path: str
     handler: Handler
     page: Mapping[str, Any] | None = None
-    """Its entry in the OpenAPI page, as FastAPI's arguments; None leaves it out."""
+    """FastAPI's arguments for the route's entry in the OpenAPI page. None for no entry."""
 
 
 class Routes(ABC):
-    """See the module."""
+    """A group of routes with the same keys and the same form of errors."""
 
     prefixes: tuple[str, ...] = ()
-    """Beginnings of their paths, such as "/sessions"."""
+    """The beginnings of the routes' paths, such as "/sessions"."""
     schemas: Mapping[str, Any] = MappingProxyType({})
-    """The schemas that their entries in the OpenAPI page refer to."""
+    """The schemas for the routes' entries in the OpenAPI page."""
     close_s: float = 0.0
     """The time limit of `close`, in seconds."""
 
@@ -52,23 +52,23 @@ class Routes(ABC):
 
     @abstractmethod
     async def find_caller(self, key: str, path: str) -> Caller | None:
-        """The owner of the key, if these routes are open to it at this path. Raises EngineError if
-        that can't be found out."""
+        """The owner of the key, or None if the key is not valid for the path. Raises EngineError if
+        the key can't be checked."""
 
     @abstractmethod
     def refuse_stranger(self) -> Refusal:
         """The refusal for a request without a valid key."""
 
     def failure_response(self, request: Request, error: Exception) -> Response:
-        """The answer to a request that failed: by default in the form of the client's API."""
+        """The answer to a failed request. The default is the form of the client's API."""
         return apis.failure_response(request, error)
 
-    async def close(self) -> None:  # noqa: B027 (most have nothing to end)
-        """Ends their work before the server ends."""
+    async def close(self) -> None:  # noqa: B027 (optional: most groups have nothing to close)
+        """Ends the routes' work before the server ends."""
 
 
 def session_of(request: Request) -> GatewaySession:
-    """The session whose key a request has."""
+    """The session of a request's key."""
     caller: Caller = request.scope["state"]["caller"]
     assert caller.session is not None
     return caller.session

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from agentevo.agents.gateway.answer import AnswerInProgress, Hear
+from agentevo.agents.gateway.answer import AnswerInProgress, OnPieces
 from agentevo.agents.gateway.bridge import Bridge
 from agentevo.agents.gateway.memory import Memory
 from agentevo.agents.gateway.rate_limit import Allowance
@@ -54,7 +54,7 @@ class Listening:
     sampler's loop brings, such as a step of the engine, are one batch: they are decoded together,
     right after it."""
 
-    def __init__(self, answers: Sequence[AnswerInProgress], on_pieces: Hear) -> None:
+    def __init__(self, answers: Sequence[AnswerInProgress], on_pieces: OnPieces) -> None:
         self._answers = answers
         self._hear = on_pieces
         self._new: dict[int, list[int]] = {}
@@ -127,7 +127,7 @@ class GatewaySession(AttemptSession):
         except RuntimeError as error:  # the sampler's loop has ended
             raise refuse_key() from error
 
-    def bridge_pieces(self, on_pieces: Hear) -> Hear:
+    def bridge_pieces(self, on_pieces: OnPieces) -> OnPieces:
         """A callback for `complete` that passes its pieces on to `on_pieces` on the gateway's
         loop."""
         return partial(self._bridge_across().tell, on_pieces)
@@ -137,7 +137,7 @@ class GatewaySession(AttemptSession):
         return self.bridge
 
     async def complete(
-        self, request: ModelRequest, delivery: Delivery, on_pieces: Hear | None = None
+        self, request: ModelRequest, delivery: Delivery, on_pieces: OnPieces | None = None
     ) -> list[ModelReply]:
         """The answers to a request, on the sampler's loop. `on_pieces` gets their pieces as they
         come, and has all of them when this returns."""
@@ -145,7 +145,7 @@ class GatewaySession(AttemptSession):
         delivery.asker = set_asker(delivery.place)
         if (model := self.remote_name(request.model)) and self.remote is not None:
             agent = self._agent_of(request.model)
-            with self._one_more():
+            with self._count_request():
                 return await completed_remotely(
                     self.remote, request, delivery, on_pieces, model=model, agent=agent
                 )
@@ -154,7 +154,7 @@ class GatewaySession(AttemptSession):
         prompts = (request.prompt, *request.more_prompts)
         check_count(request.n * len(prompts))
 
-        with self._one_more():
+        with self._count_request():
             try:
                 if len(prompts) == 1:
                     return await self._answer_prompt(
@@ -189,7 +189,7 @@ class GatewaySession(AttemptSession):
         prompt: Prompt,
         conversation: Conversation,
         delivery: Delivery,
-        on_pieces: Hear | None,
+        on_pieces: OnPieces | None,
     ) -> list[ModelReply]:
         """The answers to one of the request's prompts."""
         chat = conversation.chat
@@ -271,7 +271,7 @@ class GatewaySession(AttemptSession):
                 "its own server"
             )
 
-        with self._one_more():
+        with self._count_request():
             messages = with_names(cast("list[Message]", request.prompt))
             conversation = self.conversation_of(request.model)
             return await conversation.count_tokens(messages, tools=request.tools)
@@ -300,8 +300,8 @@ class GatewaySession(AttemptSession):
         return self.conversations[agent]
 
     @contextmanager
-    def _one_more(self) -> Iterator[None]:
-        """A request that is under way. Raises Refusal if there are too many."""
+    def _count_request(self) -> Iterator[None]:
+        """Counts a request while it is in progress. Raises Refusal if there are too many."""
         if self._under_way >= MAX_AT_ONCE:
             raise Refusal(
                 f"{MAX_AT_ONCE} requests of this session are under way: wait for one of them",
@@ -374,7 +374,7 @@ class GatewaySession(AttemptSession):
         )
 
 
-def _renumber(on_pieces: Hear | None, first: int) -> Hear | None:
+def _renumber(on_pieces: OnPieces | None, first: int) -> OnPieces | None:
     """A callback for completions whose numbers begin at 0 instead of `first`."""
     if on_pieces is None or not first:
         return on_pieces

@@ -1,11 +1,11 @@
 """The session of a model that is served and not trained: one key that does not expire, for any
 number of conversations.
 
-A request continues the conversation whose history it extends, if that is among the last ones, so
-that the model sees the tokens that it sampled and the engine has their keys and values. Otherwise
-it begins a new conversation, whose history is encoded as a whole. A conversation takes one request
-at a time and grows along one line, so it is bounded by the model's context, and at most MAX_KEPT
-are kept.
+A request continues the conversation whose history it extends, if that is one of the MAX_KEPT newest
+conversations. The model then sees the tokens that it sampled, and the engine has their keys and
+values. Any other request begins a new conversation, and its history is encoded as a whole. A
+conversation processes one request at a time and has no branches, so its length is bounded by the
+model's context.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import msgspec
 
-from agentevo.agents.gateway.answer import Hear
+from agentevo.agents.gateway.answer import OnPieces
 from agentevo.agents.gateway.refusals import Refusal
 from agentevo.agents.gateway.request import Delivery, ModelReply, ModelRequest
 from agentevo.agents.gateway.session import GatewaySession
@@ -29,8 +29,8 @@ MAX_KEPT = 256
 
 
 class SharedSession(GatewaySession):
-    """See the module. `new_conversation` makes an empty one. The client decides temperature and
-    filters; by default those of the conversation apply. `whole_calls`: see Session."""
+    """The session of a served model. `new_conversation` makes an empty conversation. A client's
+    temperature and filters replace those of the conversation. `whole_calls`: see GatewaySession."""
 
     def __init__(
         self,
@@ -44,13 +44,14 @@ class SharedSession(GatewaySession):
             {"": new_conversation()}, base, follows_client=True, whole_calls=whole_calls, key=key
         )
         self._new_conversation = new_conversation
-        self._kept: dict[bytes, GatewaySession] = {}
-        """Digest of a history -> the conversation that has it; the oldest first."""
+        self._sessions: dict[bytes, GatewaySession] = {}
+        """Digest of a history -> the session with the conversation of this history, oldest
+        first."""
 
     async def complete(
-        self, request: ModelRequest, delivery: Delivery, on_pieces: Hear | None = None
+        self, request: ModelRequest, delivery: Delivery, on_pieces: OnPieces | None = None
     ) -> list[ModelReply]:
-        with self._one_more():
+        with self._count_request():
             session = self._find_extended(request)
             if session is None:
                 session = GatewaySession(
@@ -74,18 +75,18 @@ class SharedSession(GatewaySession):
             return replies
 
     def lose(self, delivery: Delivery) -> None:
-        """Does nothing: no turn is trained on here, so none is discarded."""
+        """Does nothing, because these turns are not trained on and need not be discarded."""
 
     def post(self, *rewards: PostedReward) -> None:
         raise Refusal("this model is served and not trained: it takes no rewards", status=404)
 
     def _find_extended(self, request: ModelRequest) -> GatewaySession | None:
-        """The session whose conversation the request continues. It is taken out, so no other
-        request has it at the same time."""
+        """Removes the session whose conversation the request continues, so that no other request
+        can use it meanwhile, and returns it."""
         if not request.has_messages:
             return None
         digests = list(_digests(request.tools, cast("list[Message]", request.prompt)))
-        candidates = (self._kept.pop(digest, None) for digest in reversed(digests))
+        candidates = (self._sessions.pop(digest, None) for digest in reversed(digests))
         return next((candidate for candidate in candidates if candidate is not None), None)
 
     async def _keep(
@@ -94,10 +95,10 @@ class SharedSession(GatewaySession):
         answer = Message("assistant", reply.content)
         history = [*cast("list[Message]", request.prompt), answer]
         digest = list(_digests(request.tools, history))[-1]
-        replaced = [self._kept.pop(digest, None)]
-        self._kept[digest] = session
-        if len(self._kept) > MAX_KEPT:
-            replaced.append(self._kept.pop(next(iter(self._kept))))
+        replaced = [self._sessions.pop(digest, None)]
+        self._sessions[digest] = session
+        if len(self._sessions) > MAX_KEPT:
+            replaced.append(self._sessions.pop(next(iter(self._sessions))))
 
         for old in replaced:
             if old is not None:
@@ -107,9 +108,9 @@ class SharedSession(GatewaySession):
 def _digests(
     tools: Sequence[dict[str, Any]] | None, messages: Sequence[Message]
 ) -> Iterator[bytes]:
-    """A digest of each history that ends with an answer, the shortest first. Clients write thoughts
-    and calls in forms of their own, so only an answer's text counts. The conversation distinguishes
-    histories that are equal here and differ otherwise."""
+    """A digest of each history that ends with an answer, the shortest first. Clients change the
+    format of thoughts and calls, so of an answer only the text counts. Two histories with the same
+    digest may therefore differ; the conversation distinguishes them."""
     digest = hashlib.sha256(msgspec.json.encode(tools))
     for message in messages:
         is_answer = message.role == "assistant"

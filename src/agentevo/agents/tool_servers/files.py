@@ -1,14 +1,14 @@
-"""Files in a folder for each attempt, made from its task.
+"""Tools for files. Each attempt has its own folder, with the files of its task.
 
     metadata: {"files": {"notes/a.txt": "..."}, "expected": {"b.txt": "...", "notes/a.txt": null}}
 
-`files` exist before the attempt. The attempt scores 1 if the files of `expected` end with these
-texts (null: the file is gone) and all others of `files` are unchanged, else 0. A task without
-`expected` has no outcome. The option `root` uses an existing folder in place of the attempt's own,
-and `read_only` forbids changes to it, so a task with files can't use it.
+`files` exist before the attempt. The attempt scores 1 if the files of `expected` have these texts
+at its end (null: the file is deleted) and all other files of `files` are unchanged, else 0. A task
+without `expected` has no outcome. The option `root` replaces the attempt's folder by an existing
+folder. `read_only` forbids changes to `root`, so a task with files can't use it.
 
 No path leads out of the folder: each part of a path is opened relative to the part before it, links
-are not followed, and only files and folders (no pipes or devices) are opened.
+are not followed, and only regular files and folders are opened.
 """
 
 from __future__ import annotations
@@ -52,17 +52,19 @@ class FileTools:
         whose files can't be written."""
         self._task = task
         self._read_only = False
-        self._own: str | None = None
+        self._temporary_folder: str | None = None
         if root is None:
-            self._own = tempfile.mkdtemp(prefix="agentevo-files-")
+            self._temporary_folder = tempfile.mkdtemp(prefix="agentevo-files-")
         elif not os.path.isdir(root):
             raise ConfigError(f"the tool files: root: {root!r} is not a folder")
-        elif read_only and task.metadata.get("files"):  # a client of a server sends the task
+        elif read_only and task.metadata.get("files"):  # the task may come from a server's client
             raise EnvironmentFailure(
                 f"the task {task.id!r}: metadata.files can't be written: root is read_only"
             )
 
-        self._root = os.open(self._own or str(root), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._root = os.open(
+            self._temporary_folder or str(root), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        )
         try:
             for path, text in self._texts("files").items():
                 self.write_file(path, "" if text is None else text)
@@ -81,10 +83,10 @@ class FileTools:
         Args:
             folder: Where to look; empty for the whole folder.
         """
-        with self._folder(_parts(folder)) as at:
-            paths = sorted(self._list(at))
-        more_text = "" if len(paths) <= MAX_LISTED else f"\n(and {len(paths) - MAX_LISTED} more)"
-        return ("\n".join(paths[:MAX_LISTED]) or "There are no files.") + more_text
+        with self._folder(_split_path(folder)) as folder_fd:
+            paths = sorted(self._list(folder_fd))
+        rest_text = "" if len(paths) <= MAX_LISTED else f"\n(and {len(paths) - MAX_LISTED} more)"
+        return ("\n".join(paths[:MAX_LISTED]) or "There are no files.") + rest_text
 
     def read_file(self, path: str) -> str:
         """Reads a file.
@@ -92,9 +94,9 @@ class FileTools:
         Args:
             path: The file, such as notes/a.txt.
         """
-        *above, name = _file_parts(path)
-        with self._folder(above) as at:
-            return _text(_read(at, name, path))
+        *parents, name = _split_file_path(path)
+        with self._folder(parents) as folder_fd:
+            return _text(_read(folder_fd, name, path))
 
     def write_file(self, path: str, text: str) -> str:
         """Writes a file, in place of an earlier one of that name. Folders are made.
@@ -104,18 +106,18 @@ class FileTools:
             text: All that it is to hold.
         """
         content = text.encode("utf-8", "replace")
-        *above, name = _file_parts(path)
+        *parents, name = _split_file_path(path)
         self._check_change()
 
         if len(content) > MAX_FILE:
             raise ToolError(f"a file has at most {MAX_FILE:,} bytes, and this has {len(content):,}")
 
         self._check_room(len(content))
-        with self._folder(above, make=True) as at:
-            _check_plain(at, name, path)
+        with self._folder(parents, make=True) as folder_fd:
+            _check_plain(folder_fd, name, path)
             try:
                 file = os.open(
-                    name, _FILE | os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600, dir_fd=at
+                    name, _FILE | os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600, dir_fd=folder_fd
                 )
             except OSError as error:
                 raise _refusal(path, error) from None
@@ -131,12 +133,12 @@ class FileTools:
         Args:
             path: The file.
         """
-        *above, name = _file_parts(path)
+        *parents, name = _split_file_path(path)
         self._check_change()
-        with self._folder(above) as at:
-            _check_plain(at, name, path)
+        with self._folder(parents) as folder_fd:
+            _check_plain(folder_fd, name, path)
             try:
-                os.unlink(name, dir_fd=at)
+                os.unlink(name, dir_fd=folder_fd)
             except OSError as error:
                 raise _refusal(path, error) from None
 
@@ -157,12 +159,12 @@ class FileTools:
             if path.endswith("/"):
                 continue
 
-            *above, name = path.split("/")
+            *parents, name = path.split("/")
             try:
-                with self._folder(above) as at:
-                    content = _read(at, name, path, most=None)
+                with self._folder(parents) as folder_fd:
+                    content = _read(folder_fd, name, path, limit=None)
             except ToolError:
-                continue  # it is gone, or not readable for us
+                continue  # deleted, or not readable
 
             read += len(content)
             lines = _text(content).splitlines() if len(content) <= MAX_FILE else []
@@ -181,13 +183,13 @@ class FileTools:
         if "expected" not in self._task.metadata:
             return None
         expected = self._texts("files") | self._texts("expected")
-        return float(all(self._now(path) == text for path, text in expected.items()))
+        return float(all(self._current_text(path) == text for path, text in expected.items()))
 
     def close(self) -> None:
         """Deletes the attempt's own folder, if it has one."""
         os.close(self._root)
-        if self._own is not None:
-            shutil.rmtree(self._own, ignore_errors=True)
+        if self._temporary_folder is not None:
+            shutil.rmtree(self._temporary_folder, ignore_errors=True)
 
     def _texts(self, key: str) -> dict[str, str | None]:
         texts = self._task.metadata.get(key, {})
@@ -200,7 +202,7 @@ class FileTools:
 
         return dict(texts)
 
-    def _now(self, path: str) -> str | None:
+    def _current_text(self, path: str) -> str | None:
         try:
             return self.read_file(path)
         except ToolError:
@@ -211,11 +213,11 @@ class FileTools:
             raise ToolError("these files can only be read")
 
     def _check_room(self, num_bytes: int) -> None:
-        if self._own is None:
+        if self._temporary_folder is None:
             return
 
         sizes = [
-            0 if path.endswith("/") else (Path(self._own) / path).lstat().st_size
+            0 if path.endswith("/") else (Path(self._temporary_folder) / path).lstat().st_size
             for path in self._walk()
         ]
         if len(sizes) >= MAX_FILES or sum(sizes) + num_bytes > MAX_TOTAL:
@@ -226,41 +228,43 @@ class FileTools:
     @contextmanager
     def _folder(self, parts: list[str], *, make: bool = False) -> Iterator[int]:
         """A handle on a folder, opened part by part. Raises ToolError."""
-        at = os.dup(self._root)
+        folder_fd = os.dup(self._root)
         try:
             for number, part in enumerate(parts, start=1):
                 if make:
                     try:
-                        os.mkdir(part, 0o700, dir_fd=at)
+                        os.mkdir(part, 0o700, dir_fd=folder_fd)
                     except FileExistsError:
                         pass
                     except OSError as error:
                         raise _refusal("/".join(parts[:number]), error) from None
 
                 try:
-                    below = os.open(part, _FOLDER, dir_fd=at)
+                    below = os.open(part, _FOLDER, dir_fd=folder_fd)
                 except OSError as error:
                     raise _refusal("/".join(parts[:number]), error) from None
 
-                os.close(at)
-                at = below
+                os.close(folder_fd)
+                folder_fd = below
 
-            yield at
+            yield folder_fd
         finally:
-            os.close(at)
+            os.close(folder_fd)
 
     def _walk(self) -> Iterator[str]:
-        """The paths of all files and folders, folders with a slash at the end. Links and other
-        entries are left out."""
-        yield from _below(self._root, "", [MAX_VISITED])
+        """The paths of all files and folders, with a slash after a folder. Links and other entries
+        are left out."""
+        yield from _walk_folder(self._root, "", [MAX_VISITED])
 
     @staticmethod
-    def _list(at: int) -> Iterator[str]:
-        yield from _below(at, "", [MAX_VISITED])
+    def _list(folder_fd: int) -> Iterator[str]:
+        yield from _walk_folder(folder_fd, "", [MAX_VISITED])
 
 
-def _below(at: int, prefix: str, remaining: list[int], depth: int = 0) -> Iterator[str]:
-    with os.scandir(at) as entries:
+def _walk_folder(
+    folder_fd: int, prefix: str, remaining: list[int], depth: int = 0
+) -> Iterator[str]:
+    with os.scandir(folder_fd) as entries:
         for entry in entries:
             remaining[0] -= 1
             if remaining[0] < 0:
@@ -271,17 +275,17 @@ def _below(at: int, prefix: str, remaining: list[int], depth: int = 0) -> Iterat
             elif entry.is_dir(follow_symlinks=False) and depth < MAX_PARTS:
                 yield f"{prefix}{entry.name}/"
                 try:
-                    folder = os.open(entry.name, _FOLDER, dir_fd=at)
+                    folder = os.open(entry.name, _FOLDER, dir_fd=folder_fd)
                 except OSError:
-                    continue  # it was deleted, or became a link
+                    continue  # deleted, or replaced by a link
 
                 try:
-                    yield from _below(folder, f"{prefix}{entry.name}/", remaining, depth + 1)
+                    yield from _walk_folder(folder, f"{prefix}{entry.name}/", remaining, depth + 1)
                 finally:
                     os.close(folder)
 
 
-def _parts(path: str) -> list[str]:
+def _split_path(path: str) -> list[str]:
     """The parts of a path. Raises ToolError for a path that could lead out of the folder."""
     if len(path) > MAX_PATH or "\0" in path or not path.isprintable():
         raise ToolError(f"a path has at most {MAX_PATH} characters, all of them printable")
@@ -297,31 +301,32 @@ def _parts(path: str) -> list[str]:
     return parts
 
 
-def _file_parts(path: str) -> list[str]:
-    parts = _parts(path)
+def _split_file_path(path: str) -> list[str]:
+    parts = _split_path(path)
     if not parts:
         raise ToolError("give the path of a file, such as notes/a.txt")
     return parts
 
 
-def _check_plain(at: int, name: str, path: str) -> None:
+def _check_plain(folder_fd: int, name: str, path: str) -> None:
     """Raises ToolError for a path that exists and is not a file."""
     try:
-        what = os.stat(name, dir_fd=at, follow_symlinks=False)
+        status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
         raise _refusal(path, error) from None
 
-    if not stat.S_ISREG(what.st_mode):
-        raise ToolError(f"{path}: is {'a folder' if stat.S_ISDIR(what.st_mode) else 'no file'}")
+    if not stat.S_ISREG(status.st_mode):
+        raise ToolError(f"{path}: is {'a folder' if stat.S_ISDIR(status.st_mode) else 'no file'}")
 
 
-def _read(at: int, name: str, path: str, most: int | None = MAX_FILE) -> bytes:
-    """The content of a file, at most one byte more than MAX_FILE. Raises ToolError."""
-    _check_plain(at, name, path)
+def _read(folder_fd: int, name: str, path: str, limit: int | None = MAX_FILE) -> bytes:
+    """The content of a file, cut after MAX_FILE + 1 bytes. Raises ToolError for a file with more
+    than `limit` bytes."""
+    _check_plain(folder_fd, name, path)
     try:
-        file = os.open(name, _FILE | os.O_RDONLY, dir_fd=at)
+        file = os.open(name, _FILE | os.O_RDONLY, dir_fd=folder_fd)
         with os.fdopen(file, "rb") as content:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise ToolError(f"{path}: is no file")
@@ -329,8 +334,8 @@ def _read(at: int, name: str, path: str, most: int | None = MAX_FILE) -> bytes:
     except OSError as error:
         raise _refusal(path, error) from None
 
-    if most is not None and len(read) > most:
-        raise ToolError(f"{path}: has more than {most:,} bytes, and no more are read")
+    if limit is not None and len(read) > limit:
+        raise ToolError(f"{path}: has more than {limit:,} bytes, and no more are read")
 
     return read
 

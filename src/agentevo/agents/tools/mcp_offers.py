@@ -1,6 +1,6 @@
 """The prompts and resources of an MCP server. A prompt is a text for a model; resources can be
-listed and read. `client` is the SDK's. A server's answers are not trusted: lists are bounded, and
-content other than text is only named."""
+listed and read. `client` is the SDK's. A server's answers are not trusted: lists are bounded.
+Images, audio and binary resources are replaced by their type and size."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from agentevo.agents.tools.tool import ToolResult, ToolSpec
 from agentevo.errors import ToolArgumentsError, ToolUnavailableError
 
 MAX_LISTED = 1000
-"""The maximum number of prompts or resources; further ones are dropped."""
+"""The maximum number of prompts or resources. The rest of a longer list is dropped."""
 MAX_PAGES = 100
 MAX_PROMPT = 100_000
-"""Characters of a prompt."""
+"""The maximum number of characters of a prompt."""
 LIST_RESOURCES = "list_resources"
 READ_RESOURCE = "read_resource"
 RESOURCE_TOOLS = (
@@ -34,7 +34,7 @@ RESOURCE_TOOLS = (
         },
     ),
 )
-"""The tools that give the policy a server's resources."""
+"""The tools with which the policy lists and reads a server's resources."""
 
 
 async def prompt_lines(client: Any) -> list[str]:
@@ -54,14 +54,17 @@ async def prompt_text(client: Any, name: str, arguments: Mapping[str, str]) -> s
     try:
         prompt = await client.get_prompt(name, dict(arguments))
     except MCPError as error:
-        has = [line.partition("  ")[0] for line in await prompt_lines(client)]
+        prompt_names = [line.partition("  ")[0] for line in await prompt_lines(client)]
         raise ToolUnavailableError(
-            f"it gives no prompt {name!r} ({error.message}); it has {', '.join(has) or 'none'}"
+            f"the server has no prompt {name!r} ({error.message}): "
+            f"there are {', '.join(prompt_names) or 'none'}"
         ) from None
 
     text = "\n\n".join(part_text(message.content) for message in prompt.messages)
     if len(text) > MAX_PROMPT:
-        raise ToolUnavailableError(f"its prompt {name!r} is longer than {MAX_PROMPT:,} characters")
+        raise ToolUnavailableError(
+            f"the server's prompt {name!r} is longer than {MAX_PROMPT:,} characters"
+        )
 
     return text
 
@@ -79,18 +82,18 @@ async def resource_lines(client: Any) -> list[str]:
 
 
 async def call_resource_tool(client: Any, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-    """The result of one of RESOURCE_TOOLS. Raises ToolArgumentsError, and what the SDK raises."""
+    """The result of one of RESOURCE_TOOLS. Raises ToolArgumentsError and the SDK's errors."""
     if name == LIST_RESOURCES:
         return ToolResult(text="\n".join(await resource_lines(client)) or "There are none.")
     uri = arguments.get("uri")
     if not isinstance(uri, str) or set(arguments) != {"uri"}:
         raise ToolArgumentsError(f"{READ_RESOURCE} takes one argument, uri, a text")
-    read = await client.read_resource(uri)
-    return ToolResult(text="\n".join(map(held_text, read.contents)) or "It is empty.")
+    answer = await client.read_resource(uri)
+    return ToolResult(text="\n".join(map(contents_text, answer.contents)) or "It is empty.")
 
 
-async def _list_all(client: Any, what: str) -> Sequence[Any]:
-    """All items of one kind, page by page; none if the server does not know the request."""
+async def _list_all(client: Any, kind: str) -> Sequence[Any]:
+    """All items of one kind; empty if the server has none."""
     from mcp import MCPError
     from mcp_types import METHOD_NOT_FOUND
 
@@ -98,13 +101,13 @@ async def _list_all(client: Any, what: str) -> Sequence[Any]:
     cursor = None
     for _ in range(MAX_PAGES):
         try:
-            page = await getattr(client, f"list_{what}")(cursor=cursor)
+            page = await getattr(client, f"list_{kind}")(cursor=cursor)
         except MCPError as error:
             if error.code == METHOD_NOT_FOUND:
                 return []
             raise
 
-        entries += getattr(page, what)
+        entries += getattr(page, kind)
         cursor = page.next_cursor
         if not cursor or len(entries) >= MAX_LISTED:
             break
@@ -113,17 +116,17 @@ async def _list_all(client: Any, what: str) -> Sequence[Any]:
 
 
 def part_text(content: Any) -> str:
-    """One part of a result or prompt. Content other than text is only named."""
+    """One part of a result or prompt as text. Other content is replaced by its type and size."""
     if content.type == "text":
         return str(content.text)
     if content.type in ("image", "audio"):
         return f"[{content.type}, {content.mime_type}, {len(content.data) * 3 // 4:,} bytes]"
     if content.type == "resource":
-        return held_text(content.resource)
+        return contents_text(content.resource)
     return f"[{content.type} {getattr(content, 'uri', '')}]"
 
 
-def held_text(contents: Any) -> str:
+def contents_text(contents: Any) -> str:
     """The content of a resource as text."""
     with suppress(AttributeError):
         return str(contents.text)

@@ -5,13 +5,13 @@
         reply = await policy.generate(messages, tools=tools.schemas)
         results = await tools.call(parsed.tool_calls)
 
-A failure of a call becomes its result: an unknown tool, arguments that are not JSON or that the
-tool does not take, no answer in time, a server that is gone, an exception of the tool's code. It
-costs only the call, and each kind is counted (METRICS). The policy knows a tool by its own name,
-with "_" for characters that APIs and chat templates don't accept. If two toolsets have a tool of
-the same name, each of these becomes TOOLSET__NAME. If names of one toolset become equal, or have no
-accepted letter, all except the first get a number (`a_b_2`, `tool_2`). A name that is too long is
-shortened and ends with a part of its digest.
+A failed call has an error as its result: an unknown tool, arguments that are not JSON or that the
+tool does not accept, no answer in time, an unreachable server, an exception of the tool's code. The
+attempt continues, and each kind of failure is counted (METRICS). The policy knows a tool by its own
+name, with "_" for characters that APIs and chat templates don't accept. If two toolsets have a tool
+of the same name, both tools are called TOOLSET__NAME. If names of one toolset become equal, or have
+no accepted letter, all except the first get a number (`a_b_2`, `tool_2`). A name that is too long
+is shortened and ends with a part of its digest.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ METRICS = {
     "num_tool_timeouts": "calls without an answer in time",
     "num_tool_failures": "calls whose tool failed or could not be reached",
 }
-"""Name of a metric of an attempt -> what it counts."""
+"""Maps a metric of an attempt to a description of what the metric counts."""
 UNANSWERED = ("num_unknown_tools", "num_tool_timeouts", "num_tool_failures")
 """The metrics of calls whose result did not come from a tool."""
 RETRY_PAUSE_S = 0.5
@@ -73,14 +73,14 @@ RETRY_PAUSE_S = 0.5
 MAX_NAME = 64
 """The maximum number of characters of a tool's name that models and APIs accept."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
-OWN_PARTS = ("tool_results", "call_penalty", "code_penalty", STATE_CHECKS)
+AGENT_REWARD_PARTS = ("tool_results", "call_penalty", "code_penalty", STATE_CHECKS)
 """The names of the reward parts that come from the agent and not from its tools."""
-LONGEST_ERROR = 10_000
-"""The number of characters of an unknown tool's name that the policy reads."""
+MAX_UNKNOWN_ERROR = 10_000
+"""The maximum number of characters of the result for an unknown tool."""
 
 
 class Toolbox:
-    """See the module."""
+    """The tools of all attempts of a process."""
 
     def __init__(self, sections: Sequence[ToolSection], notify: Callable[[str], None] = to_stderr):
         """`notify` receives the first exception of each kind from each tool's code. Raises
@@ -91,21 +91,23 @@ class Toolbox:
             for toolset in make_toolsets(section)
         ]
         names = Counter(offer.toolset.name for offer in self._offers)
-        twice = next((name for name, count in names.items() if count > 1), None)
-        if twice is not None:
+        repeated = next((name for name, count in names.items() if count > 1), None)
+        if repeated is not None:
             raise ConfigError(
-                f"agent.tools: {twice!r} is listed twice: give one entry, or another name"
+                f"agent.tools: {repeated!r} is listed twice: give one entry, or another name"
             )
 
-        taken = next((n for offer in self._offers if (n := offer.toolset.name) in OWN_PARTS), None)
-        if taken is not None:
+        reserved = next(
+            (n for offer in self._offers if (n := offer.toolset.name) in AGENT_REWARD_PARTS), None
+        )
+        if reserved is not None:
             raise ConfigError(
-                f"agent.tools: the name {taken!r} is reserved for a part of the reward: give the "
-                "entry another name"
+                f"agent.tools: the name {reserved!r} is reserved for a part of the reward: give "
+                "the entry another name"
             )
 
-        self._tell = notify
-        self._told = set[tuple[str, type]]()
+        self._notify = notify
+        self._shown_kinds = set[tuple[str, type]]()
         self._cache = ResultCache()
         self.has_outcome = any(offer.toolset.has_outcome for offer in self._offers)
         """Whether an attempt's tools give its outcome."""
@@ -132,9 +134,9 @@ class Toolbox:
         """Shows an exception of a tool's code immediately. Otherwise only the policy would see
         it."""
         kind = (name, type(error))
-        if kind not in self._told:
-            self._told.add(kind)
-            self._tell(
+        if kind not in self._shown_kinds:
+            self._shown_kinds.add(kind)
+            self._notify(
                 f"the tool {name} failed; the policy gets this error: {describe_error(error)}\n"
                 f"{traceback_of(error)}\n(later failures of this kind are counted)"
             )
@@ -152,12 +154,12 @@ class _OfferedToolset:
     def __init__(self, section: ToolSection, toolset: Toolset) -> None:
         self.section = section
         self.toolset = toolset
-        self.room = asyncio.Semaphore(section.max_concurrent)
+        self.slots = asyncio.Semaphore(section.max_concurrent)
 
     def has(self, spec: ToolSpec) -> bool:
         """Whether the policy may use the tool."""
         included = self.section.include or ("*",)
-        return _is_called(spec, included) and not _is_called(spec, self.section.exclude)
+        return _matches(spec, included) and not _matches(spec, self.section.exclude)
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ class _AttemptTool:
 
 
 class AttemptTools:
-    """The tools of one attempt; see the module. Calls may overlap."""
+    """The tools of one attempt. Calls may overlap."""
 
     def __init__(
         self,
@@ -184,16 +186,16 @@ class AttemptTools:
         show: Callable[[str, Exception], None],
         checks: Sequence[StateCheck] = (),
     ) -> None:
-        """`checks`: the task's checks of the final state. Raises ConfigError if there are no
-        tools."""
+        """`checks`: the task's checks of the final state. Raises ConfigError if the sections leave
+        no tool."""
         self._sessions = sessions
         self._num_losses = {id(session): session.num_losses for _, session in sessions}
-        """The number of state losses before the attempt."""
+        """The number of times that each session had lost its state before the attempt."""
         self._cache = cache
         self._show = show
         self._checks = checks
         _check_included(sessions)
-        self._tools = _by_name(
+        self._tools = _name_tools(
             [
                 _AttemptTool(offer, session, spec)
                 for offer, session in sessions
@@ -242,8 +244,9 @@ class AttemptTools:
         return prompts, resources
 
     async def outcomes(self) -> dict[str, Any]:
-        """The outcome of the attempt by each toolset that gives one, and by the task's
-        `state_checks`. Raises their errors, and EnvironmentFailure if a toolset does not answer."""
+        """Maps each toolset that gives an outcome of the attempt, and `state_checks` if the task
+        has them, to the outcome. Raises the toolsets' errors, and EnvironmentFailure if a toolset
+        does not answer."""
         outcomes: dict[str, Any] = {}
         for offer, session in self._sessions:
             limit_s = offer.section.timeout_s
@@ -252,7 +255,7 @@ class AttemptTools:
                 async with limit:
                     if offer.toolset.has_outcome:
                         await session.prepare()
-                        self._check_kept(offer, session)
+                        self._check_state(offer, session)
                     outcomes[offer.toolset.name] = await session.outcome()
             except TimeoutError as error:
                 if not limit.expired():  # the tool raised it
@@ -281,13 +284,13 @@ class AttemptTools:
             self.metrics = metrics
             self.condense = condense
 
-        bound = self._find_tool(call.name)
-        if bound is not None:
-            self._check_kept(bound.offer, bound.session)
+        tool = self._find_tool(call.name)
+        if tool is not None:
+            self._check_state(tool.offer, tool.session)
         return result, was_answered
 
-    def _check_kept(self, offer: _OfferedToolset, session: ToolSession) -> None:
-        """Raises EnvironmentFailure if the state that the attempt's calls left was lost."""
+    def _check_state(self, offer: _OfferedToolset, session: ToolSession) -> None:
+        """Raises EnvironmentFailure if the session lost its state during the attempt."""
         if session.num_losses > self._num_losses[id(session)]:
             raise EnvironmentFailure(
                 f"the server of the tools {offer.toolset.name!r} was restarted during the attempt: "
@@ -298,14 +301,14 @@ class AttemptTools:
         async with record_call("tool", call.name) as recorded:
             recorded.keep(arguments=call.arguments)
             result = await self._call_recorded(call, recorded)
-            bound = self._find_tool(call.name)
-            if self.condense is not None and bound is not None and not result.is_error:
-                condensed = await self.condense(bound.spec, call, result.text)
+            tool = self._find_tool(call.name)
+            if self.condense is not None and tool is not None and not result.is_error:
+                condensed = await self.condense(tool.spec, call, result.text)
                 if condensed is not None:
                     recorded.keep(whole_result=result.text, summary_problem=condensed.problem)
                     result = msgspec.structs.replace(result, text=condensed.text)
 
-            longest = LONGEST_ERROR if bound is None else bound.offer.section.max_result_chars
+            longest = MAX_UNKNOWN_ERROR if tool is None else tool.offer.section.max_result_chars
             result = msgspec.structs.replace(result, text=shorten_text(result.text, longest))
             if result.is_error:
                 self.metrics["num_tool_errors"] += 1
@@ -319,19 +322,19 @@ class AttemptTools:
         return self._tools.get(name) or self._by_full_name.get(name)
 
     async def _call_recorded(self, call: ToolCall, recorded: RunningCall) -> ToolResult:
-        """Makes a call, and returns the result that the policy reads. A failure becomes a result,
-        too."""
-        bound = self._find_tool(call.name)
-        if bound is None:
+        """Makes a call, and returns the result that the policy reads. If the call fails, the result
+        is the error."""
+        tool = self._find_tool(call.name)
+        if tool is None:
             self.metrics["num_unknown_tools"] += 1
             guess = nearest(call.name, list(self._tools))
             hint = f"did you mean {guess}? " if guess else ""
             tool_names = ", ".join(self._tools) or "none"
             return _error(f"there is no tool {call.name!r}: {hint}tools: {tool_names}")
 
-        recorded.note(toolset=bound.offer.toolset.name)
+        recorded.note(toolset=tool.offer.toolset.name)
         try:
-            result = await self._result(bound, _arguments(call))
+            result = await self._cached_result(tool, _arguments(call))
         except ToolArgumentsError as error:
             self.metrics["num_wrong_arguments"] += 1
             return _error(str(error))
@@ -339,7 +342,7 @@ class AttemptTools:
             result = _error(str(error))
         except _NoAnswerError:
             self.metrics["num_tool_timeouts"] += 1
-            return _error(f"{call.name}: no answer within {bound.offer.section.timeout_s:g} s")
+            return _error(f"{call.name}: no answer within {tool.offer.section.timeout_s:g} s")
         except ToolUnavailableError as error:
             self.metrics["num_tool_failures"] += 1
             return _error(f"{call.name} can't be reached: {error}")
@@ -349,7 +352,7 @@ class AttemptTools:
                 raise
             self.metrics["num_tool_failures"] += 1  # the tool's own wait was cancelled
             return _error(f"{call.name} failed: what it waited for was cancelled")
-        except Exception as error:  # noqa: BLE001 (a tool's exception costs only its call)
+        except Exception as error:  # noqa: BLE001 (a tool's exception fails only its call)
             self.metrics["num_tool_failures"] += 1
             self._show(call.name, error)
             return _error(f"{call.name} failed: {describe_error(error)}")
@@ -358,36 +361,36 @@ class AttemptTools:
         recorded.note(characters=len(result.text), reward=result.reward)
         return result
 
-    async def _result(self, bound: _AttemptTool, arguments: dict[str, Any]) -> ToolResult:
-        if not bound.is_cached:
-            return await self._try_call(bound, arguments)
+    async def _cached_result(self, tool: _AttemptTool, arguments: dict[str, Any]) -> ToolResult:
+        if not tool.is_cached:
+            return await self._call_with_retries(tool, arguments)
 
         key = (
-            bound.offer.toolset.name,
-            bound.spec.name,
+            tool.offer.toolset.name,
+            tool.spec.name,
             json.dumps(arguments, sort_keys=True),
         )
-        return await self._cache.get(key, lambda: self._try_call(bound, arguments))
+        return await self._cache.get(key, lambda: self._call_with_retries(tool, arguments))
 
-    async def _try_call(self, bound: _AttemptTool, arguments: dict[str, Any]) -> ToolResult:
+    async def _call_with_retries(self, tool: _AttemptTool, arguments: dict[str, Any]) -> ToolResult:
         """Makes the call, and repeats it if the server could not be reached."""
         limit = asyncio.timeout(None)
-        section = bound.offer.section
+        section = tool.offer.section
         tries = 0
         pause = RETRY_PAUSE_S
         while True:
             try:
-                await bound.session.prepare()
-                async with bound.offer.room:
+                await tool.session.prepare()
+                async with tool.offer.slots:
                     limit = asyncio.timeout(section.timeout_s)
                     async with limit:
-                        return await bound.session.call(bound.spec.name, arguments)
+                        return await tool.session.call(tool.spec.name, arguments)
             except TimeoutError as error:
                 if limit.expired():
                     raise _NoAnswerError from error
                 raise  # the tool raised it
             except ToolUnavailableError as error:
-                if tries >= section.retries or (error.was_sent and not bound.is_cached):
+                if tries >= section.retries or (error.was_sent and not tool.is_cached):
                     raise
 
             tries += 1
@@ -395,12 +398,12 @@ class AttemptTools:
             pause *= 2
 
 
-def _is_called(spec: ToolSpec, patterns: Sequence[str]) -> bool:
+def _matches(spec: ToolSpec, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in spec.names for pattern in patterns)
 
 
 class _NoAnswerError(Exception):
-    """A call has not returned within its time limit."""
+    """A call did not return within its time limit."""
 
 
 def _check_included(sessions: Sequence[tuple[_OfferedToolset, ToolSession]]) -> None:
@@ -414,7 +417,7 @@ def _check_included(sessions: Sequence[tuple[_OfferedToolset, ToolSession]]) -> 
         ]
         names = [spec.name for spec in specs]
         for pattern in section.include:
-            if not any(_is_called(spec, [pattern]) for spec in specs):
+            if not any(_matches(spec, [pattern]) for spec in specs):
                 guess = nearest(pattern, names)
                 hint = f"did you mean {guess}? " if guess else ""
                 raise ConfigError(
@@ -441,7 +444,7 @@ def _error(text: str) -> ToolResult:
     return ToolResult(text=f"Error: {text}", is_error=True)
 
 
-def _by_name(tools: Sequence[_AttemptTool]) -> dict[str, _AttemptTool]:
+def _name_tools(tools: Sequence[_AttemptTool]) -> dict[str, _AttemptTool]:
     """The tools by the names that the policy knows, in order."""
     owners: dict[str, set[str]] = {}
     for tool in tools:
@@ -454,7 +457,7 @@ def _by_name(tools: Sequence[_AttemptTool]) -> dict[str, _AttemptTool]:
             name = f"{_plain_name(tool.offer.toolset.name)}__{name}"
         preferred.append(_short_name(name))
 
-    # The tool whose original name this is keeps it; the others get a number, in any order.
+    # If several tools prefer a name, the tool that has this name originally gets it.
     names: dict[int, str] = {}
     taken = set[str]()
     for number in sorted(range(len(tools)), key=lambda i: preferred[i] != tools[i].spec.name):
@@ -483,6 +486,6 @@ def _free_name(name: str, taken: Collection[str]) -> str:
     for number in itertools.count(2):
         if candidate not in taken:
             break
-        end = f"_{number}"
-        candidate = f"{name[: MAX_NAME - len(end)]}{end}"
+        suffix = f"_{number}"
+        candidate = f"{name[: MAX_NAME - len(suffix)]}{suffix}"
     return candidate

@@ -41,11 +41,11 @@ from agentevo.api.loop.records import (
 )
 from agentevo.api.loop.tunnel import Tunnel, pinned_context
 from agentevo.api.loop.wire import (
-    ASK_AGAIN,
     NAME,
+    NOT_READY_STATUS,
     PREFIX,
+    CreatedId,
     ListedModel,
-    Named,
     NewGroup,
     OpenModel,
     WireFailure,
@@ -170,7 +170,7 @@ class Client:
         while True:
             try:
                 answer = await self.http.request(method, PREFIX + path, content=content)
-                if answer.status_code == ASK_AGAIN:
+                if answer.status_code == NOT_READY_STATUS:
                     ends = time.monotonic() + self._patience_s
                     pause = FIRST_PAUSE_S
                     continue
@@ -237,7 +237,7 @@ class _ServedModel:
 
     async def group(self, task_id: str, *, greedy: bool) -> str:
         body = NewGroup(task_id=task_id, greedy=greedy)
-        return (await self._ask("POST", "/groups", body, kind=Named)).id
+        return (await self._ask("POST", "/groups", body, kind=CreatedId)).id
 
     async def open(self, attempt: NewAttempt) -> OpenedService:
         new = msgspec.structs.replace(attempt, elsewhere=list(self._program.remote_models))
@@ -278,7 +278,7 @@ class _ServedModel:
     async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
         submitted = Submitted(groups=list(groups))
         while True:
-            named = await self._ask("POST", "/steps", submitted, kind=Named)
+            named = await self._ask("POST", "/steps", submitted, kind=CreatedId)
             try:
                 path = f"{self._path}/steps/{named.id}"
                 return await self._client.request("GET", path, kind=TrainedSubmission)

@@ -1,5 +1,5 @@
-"""The requests of a program's loop to the run that it trains, in this process (local.py) or behind
-a server (client.py)."""
+"""The connection from a program's own training loop to its run. The run is in this process
+(local.py) or behind a server (client.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from agentevo.inference.remote_models import RemoteConversations
 
 
 class LoopConnection(Protocol):
-    """See the module. Every call has a deadline. A repeated call has no second effect."""
+    """A loop's requests to its run. Every call has a deadline. A repeated call has no second
+    effect."""
 
     async def state(self) -> ModelState: ...
 
@@ -32,13 +33,13 @@ class LoopConnection(Protocol):
         """The id of a new group of attempts at a task."""
 
     async def open(self, attempt: NewAttempt) -> OpenedService:
-        """Starts an attempt. It ends if it has no request for a long time."""
+        """Starts an attempt. An attempt without requests for a long time ends by itself."""
 
     async def generate(self, attempt: OpenedService, ask: ServiceRequest) -> Answers: ...
 
     def session(self, attempt: OpenedService, agent: str = "") -> AttemptSession:
-        """The attempt's session at the gateway, for other API clients; `agent`: one of several
-        agents, to get its own session."""
+        """The attempt's session at the gateway, for other API clients; With several
+        agents, each has its own session, which `agent` names."""
 
     async def remote(self, attempt: OpenedService) -> RemoteConversations | None:
         """The attempt's conversations with remote models, if there are any."""
@@ -51,10 +52,10 @@ class LoopConnection(Protocol):
         """The turns and posted rewards of the attempt's API clients so far."""
 
     async def end(self, attempt: OpenedService) -> EndedAttempts:
-        """Ends the attempt: it takes no further call."""
+        """Ends the attempt, which then accepts no further calls."""
 
     async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
-        """Trains one step. Returns once it is committed."""
+        """Trains one step, and returns when the step is committed."""
 
     async def save(self) -> None:
         """Saves a checkpoint of the committed weights."""

@@ -20,16 +20,16 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     task: Task
     trajectories: list[Trajectory]
-    """In order of attempt number, including failed attempts. With several agents, the attempts of
-    one agent after those of another."""
+    """In order of attempt number, including failed attempts. With several agents, the attempts
+    of each agent follow one another."""
     baseline: Trajectory | None = None
-    """The greedy attempt that the others are compared with, if the algorithm needs one (remax)."""
+    """The greedy attempt that the algorithm compares the others with, if it needs one (remax)."""
     seals: dict[str, str]
-    """Trajectory id -> the proof that the engine sampled its tokens. Training requires it."""
+    """Trajectory id -> the proof that the engine sampled its tokens. Training requires a proof."""
 
     @property
     def rewards(self) -> list[float]:
-        """The reward of each trajectory. That of a failed trajectory has no meaning."""
+        """The reward of each trajectory. The reward of a failed trajectory has no meaning."""
         return [trajectory.reward for trajectory in self.trajectories]
 
     @property
@@ -65,14 +65,16 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_rewards(self, rewards: Sequence[float] | Mapping[str, float]) -> Group:
         """The same attempts with other rewards, for example from a judge that compares them. Pass
-        one reward for each trajectory in order, followed by the baseline's if there is one, or a
-        mapping by trajectory id. Reward parts and rewards of single turns are removed."""
+        one reward for each trajectory in order, then a reward for the baseline if there is one, or
+        a mapping from trajectory id to reward. Reward parts and rewards of single turns are
+        removed."""
         ids = [trajectory.id for trajectory in self.members]
         if not isinstance(rewards, Mapping):
             if len(rewards) != len(ids):
                 raise ConfigError(
                     f"{len(rewards)} rewards for the {len(ids)} attempts of the group {self.id}: "
-                    "give one for each, failed ones too, or a mapping by their ids"
+                    "give a reward for each, also for failed attempts, or a mapping from id to "
+                    "reward"
                 )
             rewards = dict(zip(ids, rewards, strict=True))
 
@@ -86,7 +88,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the group {self.id}: {error}") from error
 
-        return self._of_each(
+        return self._map_members(
             lambda trajectory: (
                 _with_reward(trajectory, new_rewards[trajectory.id])
                 if trajectory.id in new_rewards
@@ -96,14 +98,16 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     def without(self, *ids: str) -> Group:
         """The group without these attempts."""
-        return self._of_each(lambda trajectory: None if trajectory.id in ids else trajectory)
+        return self._map_members(lambda trajectory: None if trajectory.id in ids else trajectory)
 
-    def _of_each(self, changed: Callable[[Trajectory], Trajectory | None]) -> Group:
+    def _map_members(self, change: Callable[[Trajectory], Trajectory | None]) -> Group:
         """The group with the result of a function for each attempt."""
         trajectories = [
-            new for trajectory in self.trajectories if (new := changed(trajectory)) is not None
+            new_trajectory
+            for trajectory in self.trajectories
+            if (new_trajectory := change(trajectory)) is not None
         ]
-        baseline = None if self.baseline is None else changed(self.baseline)
+        baseline = None if self.baseline is None else change(self.baseline)
         return msgspec.structs.replace(self, trajectories=trajectories, baseline=baseline)
 
     def encode(self) -> bytes:
@@ -117,7 +121,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def baseline_name(group_id: str, task_id: str) -> str:
-    """Id of the group of the greedy attempt that belongs to a group of that task."""
+    """The id of the separate group of the greedy attempt that belongs to `group_id`."""
     return f"{task_id}/{BASELINE}@{group_id.removeprefix(f'{task_id}/train@')}"
 
 

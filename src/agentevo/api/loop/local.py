@@ -27,7 +27,7 @@ from agentevo.api.loop.service import LoopService
 from agentevo.config import RunConfig, build_config, sources
 from agentevo.config.imports import check_code_of_run
 from agentevo.config.named_agents import remote_agents
-from agentevo.config.rewards import Reward, named_reward
+from agentevo.config.rewards import Reward, reward_entry
 from agentevo.errors import EngineUnavailableError
 from agentevo.inference.remote_models import RemoteConversations
 from agentevo.runs.folder.run_folder import is_run_folder
@@ -175,7 +175,7 @@ async def open_model(
     """
     path = Path(folder)
     if rewards:
-        sections["rewards"] = [named_reward(reward) for reward in rewards]
+        sections["rewards"] = [reward_entry(reward) for reward in rewards]
 
     config = loop_config(path, sections, overrides)
     service = LoopService(config, resume=is_run_folder(path), gateway=None, note=note)

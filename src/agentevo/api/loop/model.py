@@ -1,5 +1,5 @@
-"""A model that a program's own loop trains: `agentevo.open_model` and `Client.open_model` give
-one."""
+"""A model that a program's own loop trains. `agentevo.open_model` and `Client.open_model` return
+it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from agentevo.rewards import RewardConfig
 from agentevo.runtime.event_loop import in_thread
 from agentevo.runtime.files import atomic_folder
 
-MANY_FILES = 4
-"""Files of a checkpoint that are fetched at once."""
+MAX_PARALLEL_FETCHES = 4
+"""The maximum number of files of a checkpoint that are fetched at once."""
 
 
 class TrainableModel:
-    """See the module. It belongs to one event loop."""
+    """A model that a program's own loop trains, from one event loop."""
 
     def __init__(
         self, connection: LoopConnection, state: ModelState, rewards: Sequence[RewardConfig] = ()
@@ -45,7 +45,7 @@ class TrainableModel:
 
     @property
     def step(self) -> int:
-        """The last known number of committed steps: a resumed loop continues from it."""
+        """The last known number of committed steps, from which a resumed loop continues."""
         return self._state.step
 
     @property
@@ -54,18 +54,18 @@ class TrainableModel:
         return self._state
 
     async def refresh(self) -> ModelState:
-        """Fetches the current state: other programs may train it too."""
+        """Fetches the current state, since other programs may train the model too."""
         self._state = await self.connection.state()
         return self._state
 
     async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
-        """One step on these groups, by the recipe; returns when it is committed.
+        """Trains one step on these groups by the recipe, and returns when the step is committed.
 
         Groups that are submitted again, for example after a lost answer, are not trained again: the
-        call returns the result of their step. Failed attempts are left out, and so are those older
-        than `rollout.staleness`; `dropped` says which and why. Raises ConfigError for groups that
-        were trained on before in part, or without a completed attempt, and SealError for tokens
-        that the engine did not sample.
+        call returns the result of their step. Failed attempts and attempts older than
+        `rollout.staleness` are left out; `dropped` lists them with the reasons. Raises ConfigError
+        if only some of the groups were trained on before, or if a group has no completed attempt.
+        Raises SealError for tokens that the engine did not sample.
         """
         group_list = list(groups)
         if not group_list or not all(isinstance(group, Group) for group in group_list):
@@ -76,7 +76,7 @@ class TrainableModel:
         return trained
 
     async def save(self) -> None:
-        """Saves a checkpoint of the committed weights, if none has them."""
+        """Saves a checkpoint of the committed weights, unless a checkpoint already has them."""
         await self.connection.save()
 
     async def checkpoints(self) -> list[Checkpoint]:
@@ -85,7 +85,7 @@ class TrainableModel:
 
     async def fetch(self, to: str | Path, *, step: int | Literal["last"] = "last") -> Path:
         """Copies a checkpoint into the new folder `to`, completely or not at all, and checks every
-        byte of it. `last` saves the present weights first. Raises UnusableCheckpointError if that
+        byte of it. `last` saves the present weights first. Raises UnusableCheckpointError if the
         step has no checkpoint."""
         target = Path(to)
         if await in_thread(target.exists):
@@ -97,9 +97,11 @@ class TrainableModel:
         wanted_step = max(saved, default=None) if step == "last" else step
         if wanted_step is None or wanted_step not in saved:
             steps = ", ".join(map(str, saved)) or "none"
-            raise UnusableCheckpointError(f"there is no checkpoint of step {step}: {steps} are")
+            raise UnusableCheckpointError(
+                f"there is no checkpoint of step {step}, only of: {steps}"
+            )
 
-        limit = asyncio.Semaphore(MANY_FILES)
+        limit = asyncio.Semaphore(MAX_PARALLEL_FETCHES)
 
         async def fetch(name: str, folder: Path) -> None:
             path = folder / name

@@ -10,7 +10,7 @@ from typing import Any
 import pydantic
 
 from agentevo.config.remote_models import RemoteModelSection, name_problems
-from agentevo.config.rewards import Reward, named_reward, read_rewards
+from agentevo.config.rewards import Reward, read_rewards, reward_entry
 from agentevo.config.sources import plain_option
 from agentevo.errors import ConfigError
 from agentevo.inference.remote_models import RemoteModels
@@ -38,7 +38,7 @@ class ProgramParts:
     ) -> ProgramParts:
         """Separates the parts from the sections of a recipe. Raises ConfigError with a line for
         each problem."""
-        configs, problems = read_rewards([named_reward(reward) for reward in rewards])
+        configs, problems = read_rewards([reward_entry(reward) for reward in rewards])
         sections: dict[str, RemoteModelSection] = {}
         for name, declared in remote_models.items():
             try:

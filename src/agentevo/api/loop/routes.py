@@ -33,10 +33,10 @@ from agentevo.api.loop.encoding import decode, encode
 from agentevo.api.loop.records import NewAttempt, ServiceRequest, Submitted
 from agentevo.api.loop.service import CLOSE_S, LoopService
 from agentevo.api.loop.wire import (
-    ASK_AGAIN,
+    NOT_READY_STATUS,
     PREFIX,
     WAIT_S,
-    Named,
+    CreatedId,
     NewGroup,
     OpenModel,
     failure_of,
@@ -74,8 +74,8 @@ class _Call(NamedTuple):
     ask again."""
 
 
-async def _new_group(service: LoopService, names: Mapping[str, str], new: NewGroup) -> Named:
-    return Named(id=await service.group(new.task_id, greedy=new.greedy))
+async def _new_group(service: LoopService, names: Mapping[str, str], new: NewGroup) -> CreatedId:
+    return CreatedId(id=await service.group(new.task_id, greedy=new.greedy))
 
 
 _CALLS = (
@@ -144,7 +144,7 @@ class LoopRoutes(Routes):
 
     def failure_response(self, request: Request, error: Exception) -> Response:
         if type(error) is TimeoutError:
-            return Response(status_code=ASK_AGAIN)
+            return Response(status_code=NOT_READY_STATUS)
         status, failure = failure_of(error)
         return json_response(failure, status)
 
@@ -178,7 +178,7 @@ class LoopRoutes(Routes):
         run = self._run(request)
         content = await read_body(request, MAX_GROUPS, of="of a submission", within_s=GROUPS_S)
         submitted = await in_thread(decode, content, Submitted)
-        return json_response(Named(id=await run.call(run.submit(submitted.groups))))
+        return json_response(CreatedId(id=await run.call(run.submit(submitted.groups))))
 
     async def _file(self, request: Request) -> Response:
         run = self._run(request)

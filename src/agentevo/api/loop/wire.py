@@ -1,5 +1,5 @@
-"""The protocol of a server for programs' loops and its clients: paths, records that only travel
-between them, and failures by name."""
+"""The protocol between a server for programs' loops and its clients: paths, records that only this
+protocol uses, and failures by name."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from agentevo.api.loop.errors import ModelNotOpenError, SealError, UnknownAttemp
 from agentevo.errors import AgentEvoError, EngineUnavailableError
 
 PREFIX = "/loop/v1/models"
-ASK_AGAIN = 202
-"""Status of an answer that is not ready yet: the client repeats the request to wait longer."""
+NOT_READY_STATUS = 202
+"""The HTTP status if the answer is not ready. The client repeats the request to wait longer."""
 WAIT_S = 20.0
-"""How long a request is kept waiting before that answer."""
+"""The longest wait of a request before the server answers NOT_READY_STATUS."""
 NAME = r"\w[\w.-]{0,99}"
 """The form of a model's name."""
 
@@ -34,8 +34,8 @@ class NewGroup(msgspec.Struct, frozen=True, kw_only=True):
     greedy: bool = False
 
 
-class Named(msgspec.Struct, frozen=True, kw_only=True):
-    """The name of a new group or submission."""
+class CreatedId(msgspec.Struct, frozen=True, kw_only=True):
+    """The id of a new group or submission."""
 
     id: str
 
@@ -48,13 +48,13 @@ class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WireFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """A failure."""
+    """An error of the server, by the name of its type."""
 
     type: str
     message: str
 
 
-_OURS: dict[str, type[AgentEvoError]] = {
+_ERROR_TYPES: dict[str, type[AgentEvoError]] = {
     kind.__name__: kind
     for kind in (
         *(value for value in vars(errors).values() if isinstance(value, type)),
@@ -69,7 +69,7 @@ _STATUSES: dict[type[BaseException], int] = {
     ModelNotOpenError: 404,
     SealError: 400,
 }
-"""The HTTP status of failures that the gateway's APIs do not have."""
+"""The HTTP status of errors that the gateway's APIs do not have."""
 _REFUSALS: dict[int, type[AgentEvoError]] = {
     401: errors.ConfigError,
     503: EngineUnavailableError,
@@ -78,17 +78,17 @@ _REFUSALS: dict[int, type[AgentEvoError]] = {
 
 
 def failure_of(error: BaseException) -> tuple[int, WireFailure]:
-    """The HTTP status and the body."""
+    """The HTTP status and the body for an error."""
     status = _STATUSES.get(type(error)) or refusal_of(error).status
     if isinstance(error, Refusal):
         kind = _REFUSALS.get(status, errors.BadRequestError).__name__
     elif isinstance(error, AgentEvoError):
-        kind = next(k.__name__ for k in type(error).__mro__ if k.__name__ in _OURS)
+        kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _ERROR_TYPES)
     else:
         return status, WireFailure(type="EngineError", message=errors.describe_error(error))
     return status, WireFailure(type=kind, message=errors.storable(str(error)))
 
 
 def error_of(failure: WireFailure) -> AgentEvoError:
-    """The failure as the exception that it was on the server."""
-    return _OURS.get(failure.type, AgentEvoError)(failure.message)
+    """The exception of a failure, of the same type as on the server."""
+    return _ERROR_TYPES.get(failure.type, AgentEvoError)(failure.message)

@@ -1,13 +1,13 @@
 """Sandboxes without any program to install: landlock for files, seccomp for system calls, rlimits,
 and namespaces if the kernel lets this user create them.
 
-There are four ways. The first one that works in a trial is used:
+There are four ways to confine a program. A sandbox uses the first way that passes a trial:
 
     namespaces        root: own processes, network, mounts; an unused user
     user namespaces   an ordinary user: the same within a user namespace
     own user          root in a container: an unused user, and no namespaces
     same user         an ordinary user without namespaces; Linux 6.12 or newer, so that landlock
-                      keeps signals inside
+                      keeps signals inside the sandbox
 
 docs/sandbox.md lists the guarantees that the last two ways lack.
 """
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from agentevo.environments.sandbox.section import SandboxSection
 
 WAYS = ("namespaces", "user namespaces", "own user", "same user")
-SCOPED = 6
-"""The version of landlock that keeps signals inside."""
+SIGNAL_SCOPE_VERSION = 6
+"""The first version of landlock that keeps signals inside the sandbox."""
 _TRIAL_S = 20
 
 
 @sandboxes.register("landlock")
 class Landlock(LocalKind):
-    """Landlock, seccomp and rlimits, with namespaces if possible; nothing to install."""
+    """Landlock, seccomp and rlimits, with namespaces if possible. Nothing has to be installed."""
 
     name = "landlock"
 
@@ -73,11 +73,11 @@ class Landlock(LocalKind):
         way = working_way()
         if not way:
             raise SandboxError(f"landlock: {self.obstacle()}")
-        return launch_by(way, section)
+        return launch_in_way(way, section)
 
 
-def launch_by(way: str, section: SandboxSection) -> SandboxLaunch:
-    """The start of a sandbox by one of WAYS."""
+def launch_in_way(way: str, section: SandboxSection) -> SandboxLaunch:
+    """How to start a sandbox in one of WAYS."""
     uid = new_uid() if way in ("namespaces", "own user") else None
     has_namespace = "namespaces" in way
 
@@ -86,7 +86,9 @@ def launch_by(way: str, section: SandboxSection) -> SandboxLaunch:
         os.chown(folder, uid, uid)
 
     packages = package_folders(section)
-    argv, read = _confine(way, folder, uid, packages, section.disk_mib, section.max_files)
+    argv, filter_fd = _confine_command(
+        way, folder, uid, packages, section.disk_mib, section.max_files
+    )
     settings = supervisor_settings(
         section, work=str(folder), counts_processes=has_namespace or uid is not None
     )
@@ -94,7 +96,7 @@ def launch_by(way: str, section: SandboxSection) -> SandboxLaunch:
     return SandboxLaunch(
         [*argv, python_program(), "-I", "-S", "-B", str(INSIDE / "supervisor.py")],
         settings,
-        pass_fds=(read,),
+        pass_fds=(filter_fd,),
         owned_uid=uid,
         folder=None if has_namespace else folder,
         work=str(folder),
@@ -103,73 +105,77 @@ def launch_by(way: str, section: SandboxSection) -> SandboxLaunch:
     )
 
 
-def _confine(
+def _confine_command(
     way: str, folder: Path, uid: int | None, packages: list[str], disk_mib: int, max_files: int
 ) -> tuple[list[str], int]:
-    """The command that confines and starts the program, and a handle that it inherits."""
-    read, write = os.pipe()
+    """The command that confines and starts the program, and the file descriptor of the seccomp
+    filter, which the command inherits."""
+    filter_fd, write = os.pipe()
     os.write(write, seccomp_program(keeps_attributes=way == "same user"))
     os.close(write)
 
-    shown = [*python_folders(), *packages, str(INSIDE)]
-    unreachable = [path for path in shown if uid is not None and first_closed_folder(path)]
+    visible = [*python_folders(), *packages, str(INSIDE)]
+    unreachable = [path for path in visible if uid is not None and first_closed_folder(path)]
     settings = {
-        "filter": read,
+        "filter": filter_fd,
         "namespaces": "namespaces" in way,
         "user_namespace": way == "user namespaces",
         "uid": uid,
         "work": str(folder),
         "disk_mib": disk_mib,
         "max_files": max_files,
-        "readable": [*SYSTEM, *SYSTEM_FILES, *shown],
+        "readable": [*SYSTEM, *SYSTEM_FILES, *visible],
         "unreachable": unreachable,
     }
-    confine = [python_program(), "-I", "-S", "-B", str(INSIDE / "confine.py"), json.dumps(settings)]
-    return confine, read
+    command = [python_program(), "-I", "-S", "-B", str(INSIDE / "confine.py"), json.dumps(settings)]
+    return command, filter_fd
 
 
 @cache
 def working_way() -> str:
-    """The first of WAYS that works here, or an empty text."""
+    """The first of WAYS that works on this machine, or an empty text."""
     return next((way for way in _possible_ways() if not _try_way(way)), "")
 
 
 def _possible_ways() -> list[str]:
     if os.geteuid() == 0:
         return ["namespaces", "own user"]
-    return ["user namespaces", *(["same user"] if landlock_version() >= SCOPED else [])]
+    return [
+        "user namespaces",
+        *(["same user"] if landlock_version() >= SIGNAL_SCOPE_VERSION else []),
+    ]
 
 
 @cache
 def _try_way(way: str) -> str:
-    """Tries a way. Returns why it does not work, or an empty text."""
+    """Tries one of WAYS. Returns the reason if it does not work, else an empty text."""
     folder = new_folder()
     uid = new_uid() if way in ("namespaces", "own user") else None
     try:
         if uid is not None:
             os.chown(folder, uid, uid)
 
-        argv, read = _confine(way, folder, uid, [], 1, 100)
+        argv, filter_fd = _confine_command(way, folder, uid, [], 1, 100)
         try:
-            tried = subprocess.run(
-                [*argv, python_program(), "-I", "-S", "-c", _trial(folder)],
+            trial = subprocess.run(
+                [*argv, python_program(), "-I", "-S", "-c", _trial_program(folder)],
                 capture_output=True,
                 timeout=_TRIAL_S,
                 check=False,
                 cwd="/",
                 env={},
-                pass_fds=(read,),
+                pass_fds=(filter_fd,),
             )
         finally:
-            os.close(read)
+            os.close(filter_fd)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
-    error_lines = tried.stderr.decode("utf-8", "replace").strip().splitlines()
-    return "" if tried.returncode == 0 else (error_lines or ["it gives no reason"])[-1][:300]
+    error_lines = trial.stderr.decode("utf-8", "replace").strip().splitlines()
+    return "" if trial.returncode == 0 else (error_lines or ["the trial gave no reason"])[-1][:300]
 
 
-def _trial(folder: Path) -> str:
+def _trial_program(folder: Path) -> str:
     """A program that fails if it is not confined."""
     return f"""
 import os

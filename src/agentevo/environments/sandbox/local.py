@@ -34,9 +34,9 @@ from agentevo.environments.sandbox.replies import (
     ProgramReply,
     RunReply,
     SandboxEnded,
+    code_problem,
     is_unicode,
     longest_message,
-    refused_code,
     storable_failure,
     violation,
 )
@@ -246,7 +246,7 @@ class LocalSandbox:
     async def run(self, code: str, deadline_s: float | None = None) -> Execution:
         """See Sandbox.run."""
         limit = self._deadline(deadline_s)
-        if (refusal := refused_code(code)) is not None:
+        if (refusal := code_problem(code)) is not None:
             return Execution("", "", None, refusal, (), 0.0, is_alive=True, is_new=False)
 
         tools = [

@@ -1,9 +1,9 @@
 """A sandbox on another machine: the client of `agentevo sandbox --serve`.
 
-The sandbox ends with its connection, and with this process. If the server is gone, hangs or sends
+The sandbox ends with its connection, and with this process. If the server dies, hangs or sends
 invalid data, the call reports a failure (`SandboxDied`, `Timeout`). The files are then lost, and
-the next call opens another sandbox, or raises SandboxError if it can't. If the code calls functions
-of this machine, the calls arrive over the same connection and run here.
+the next call opens another sandbox, or raises SandboxError if it can't. If the code calls tools of
+the client, the calls arrive over the same connection and run in this process.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from agentevo.environments.sandbox.exporting import export_files
 from agentevo.environments.sandbox.inside.frames import LARGEST_CALL
 from agentevo.environments.sandbox.replies import (
     SandboxEnded,
+    code_problem,
     longest_message,
-    refused_code,
     violation,
 )
 from agentevo.environments.sandbox.sandbox import (
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from agentevo.environments.sandbox.section import SandboxSection
 
 MARGIN_S = 15.0
-"""The seconds after its deadline within which the server must end a call. The server itself needs
-up to six."""
+"""The time in seconds that the client waits for the server after the deadline of a call. The server
+itself needs up to six seconds."""
 FILE_S = 60.0
 CLOSE_S = 1.0
 _FORBIDDEN = 403
@@ -68,11 +68,11 @@ class Remote:
             return str(error)
 
         try:
-            tried = await sandbox.run("6 * 7", deadline_s=min(10.0, section.timeout_s))
+            trial = await sandbox.run("6 * 7", deadline_s=min(10.0, section.timeout_s))
         finally:
             await sandbox.close()
 
-        return "" if tried.value == "42" else f"a trial at {section.url} failed: {tried.error}"
+        return "" if trial.value == "42" else f"a trial at {section.url} failed: {trial.error}"
 
     async def open(self, section: SandboxSection, tools: Mapping[str, SandboxTool]) -> Sandbox:
         """Raises SandboxError."""
@@ -82,7 +82,7 @@ class Remote:
 
 
 class RemoteSandbox:
-    """See Sandbox, and the module."""
+    """A sandbox on a server; see Sandbox."""
 
     def __init__(self, section: SandboxSection, tools: Mapping[str, SandboxTool]) -> None:
         self._section = section
@@ -101,12 +101,12 @@ class RemoteSandbox:
             wire.ToolForm(tool.name, tool.parameters, tool.description)
             for tool in self._tools.values()
         ]
-        first = wire.Open(options, tuple(tools), section.wait_timeout_s)
+        opening = wire.Open(options, tuple(tools), section.wait_timeout_s)
         limit = section.wait_timeout_s + section.start_timeout_s + MARGIN_S
         try:
             async with asyncio.timeout(limit):
-                await self._send(first)
-                answer = await self._read()
+                await self._send(opening)
+                answer = await self._receive()
         except TimeoutError as error:
             self._end()
             raise SandboxError(f"{section.url}: no sandbox within {limit:g} s") from error
@@ -120,21 +120,23 @@ class RemoteSandbox:
             return
 
         self._end()
-        why = answer.message if isinstance(answer, wire.Refused) else "it speaks another protocol"
-        raise SandboxError(f"{section.url}: {storable(why)}")
+        reason = (
+            answer.message if isinstance(answer, wire.Refused) else "it speaks another protocol"
+        )
+        raise SandboxError(f"{section.url}: {storable(reason)}")
 
     async def run(self, code: str, deadline_s: float | None = None) -> Execution:
         """See Sandbox.run."""
         limit = self._deadline(deadline_s)
-        if (refusal := refused_code(code)) is not None:
+        if (refusal := code_problem(code)) is not None:
             return Execution("", "", None, refusal, (), 0.0, is_alive=True, is_new=False)
 
         async with self._lock:
-            is_new = await self._ensure()
+            is_new = await self._ensure_open()
             started_at = time.monotonic()
             try:
                 request = wire.Run(next(self._ids), code, limit)
-                ran = await self._ask(request, Execution, limit)
+                execution = await self._request(request, Execution, limit)
             except SandboxEnded as ended:
                 return Execution(
                     stdout="",
@@ -148,7 +150,7 @@ class RemoteSandbox:
                     files_lost=True,
                 )
 
-        return msgspec.structs.replace(ran, is_new=ran.is_new or is_new)
+        return msgspec.structs.replace(execution, is_new=execution.is_new or is_new)
 
     async def execute(
         self, argv: Sequence[str], *, stdin: bytes = b"", deadline_s: float | None = None
@@ -157,11 +159,11 @@ class RemoteSandbox:
         limit = self._deadline(deadline_s)
         self._check_size("stdin", stdin)
         async with self._lock:
-            await self._ensure()
+            await self._ensure_open()
             started_at = time.monotonic()
             request = wire.Execute(next(self._ids), tuple(argv), stdin, limit)
             try:
-                return await self._ask(request, ProgramRun, limit)
+                return await self._request(request, ProgramRun, limit)
             except SandboxEnded as ended:
                 duration_s = time.monotonic() - started_at
                 return ProgramRun(
@@ -193,7 +195,7 @@ class RemoteSandbox:
         await self._file_request(wire.Write(next(self._ids), path, content), type(None))
 
     async def export(self, folder: Path) -> tuple[str, ...]:
-        """See Sandbox.export. Raises SandboxError, and OSError where it can't be written."""
+        """See Sandbox.export. Raises SandboxError, and OSError if the folder can't be written."""
         return await export_files(
             self, folder, self._section.disk_mib, lambda: self._connection is None
         )
@@ -217,19 +219,19 @@ class RemoteSandbox:
             raise SandboxError(f"a deadline of {limit} s: give seconds above 0 and below a million")
         return limit
 
-    def _check_size(self, what: str, content: bytes) -> None:
+    def _check_size(self, name: str, content: bytes) -> None:
         if len(content) > self._section.file_mib * 2**20:
-            raise SandboxError(f"{what}: more than file_mib, {self._section.file_mib} MiB")
+            raise SandboxError(f"{name}: more than file_mib, {self._section.file_mib} MiB")
 
-    async def _ensure(self) -> bool:
-        """Opens another sandbox if the last one has ended. Returns whether it did."""
+    async def _ensure_open(self) -> bool:
+        """Opens another sandbox if the last one has ended. Returns whether it opened one."""
         if self._is_closed:
             raise SandboxError("the sandbox is closed")
         if self._connection is not None:
             return False
 
         await self.start()
-        if self._is_closed:  # it was closed while it was opened
+        if self._is_closed:  # `close` ran while the sandbox was opening
             self._end()
             raise SandboxError("the sandbox is closed")
 
@@ -237,15 +239,15 @@ class RemoteSandbox:
 
     async def _file_request(self, request: wire.Request, kind: type[_T]) -> _T:
         async with self._lock:
-            await self._ensure()
+            await self._ensure_open()
             try:
-                return await self._ask(request, kind, FILE_S)
+                return await self._request(request, kind, FILE_S)
             except SandboxEnded as ended:
                 raise SandboxError(f"the sandbox has ended: {ended.failure.message}") from ended
 
-    async def _ask(self, request: wire.Request, kind: type[_T], limit_s: float) -> _T:
+    async def _request(self, request: wire.Request, kind: type[_T], limit_s: float) -> _T:
         """Sends one request and returns its reply. Raises SandboxError if the server refuses the
-        request, and SandboxEnded after the sandbox was ended."""
+        request, and SandboxEnded if the sandbox has ended."""
         try:
             async with asyncio.timeout(limit_s + MARGIN_S):
                 await self._send(request)
@@ -267,23 +269,23 @@ class RemoteSandbox:
 
         raise SandboxError(storable(reply.message))
 
-    async def _reply_to(self, number: int) -> wire.Done | wire.Failed:
-        calling: asyncio.Task[None] | None = None
+    async def _reply_to(self, request_id: int) -> wire.Done | wire.Failed:
+        tool_call: asyncio.Task[None] | None = None
         try:
             while True:
-                message = await self._read()
-                if isinstance(message, (wire.Done, wire.Failed)) and message.id == number:
+                message = await self._receive()
+                if isinstance(message, (wire.Done, wire.Failed)) and message.id == request_id:
                     return message
                 if not isinstance(message, wire.Call):
                     raise violation("a reply to no request")
-                if calling is not None and not calling.done():
-                    calling.cancel()  # the code no longer waits for it
+                if tool_call is not None and not tool_call.done():
+                    tool_call.cancel()  # the code no longer waits for this call
 
-                calling = asyncio.create_task(self._answer(message))
+                tool_call = asyncio.create_task(self._answer(message))
         finally:
-            if calling is not None:
-                calling.cancel()
-                await asyncio.wait([calling], timeout=1.0)
+            if tool_call is not None:
+                tool_call.cancel()
+                await asyncio.wait([tool_call], timeout=1.0)
 
     async def _answer(self, call: wire.Call) -> None:
         tool = self._tools.get(call.name)
@@ -302,7 +304,7 @@ class RemoteSandbox:
         if error:
             answer = wire.Answer(call.number, error=error)
 
-        with contextlib.suppress(SandboxEnded):  # then the reader sees the end
+        with contextlib.suppress(SandboxEnded):  # the receiver reports the end
             await self._send(answer)
 
     async def _send(self, message: wire.FromClient) -> None:
@@ -322,7 +324,7 @@ class RemoteSandbox:
         except (ConnectionClosed, OSError) as error:
             raise self._connection_lost(error) from error
 
-    async def _read(self) -> wire.FromServer:
+    async def _receive(self) -> wire.FromServer:
         """Raises SandboxEnded."""
         from websockets.exceptions import ConnectionClosed
 
@@ -343,7 +345,7 @@ class RemoteSandbox:
         return SandboxEnded(Failure("SandboxDied", storable(message, 500)))
 
     def _end(self) -> None:
-        """Closes immediately, without a message to the other side."""
+        """Closes the connection immediately, without a message to the server."""
         connection = self._connection
         self._connection = None
         if connection is not None:
@@ -357,7 +359,7 @@ async def _connect(section: SandboxSection) -> ClientConnection:
 
     class Connect(connect):
         def process_redirect(self, exc: Exception) -> Exception | str:
-            return exc  # the key is only for this server
+            return exc  # a redirect must not send the key to another server
 
     url = str(section.url).rstrip("/")
     options: dict[str, Any] = {"proxy": None} if is_loopback(url) else {}
@@ -377,9 +379,8 @@ async def _connect(section: SandboxSection) -> ClientConnection:
         status = error.response.status_code
         if status == _FORBIDDEN:
             raise SandboxError(
-                f"{url}: the key is wrong or missing: api_key: ${{env:NAME}} names a variable; "
-                "set it "
-                "to the content of the file `secret` in the server's folder"
+                f"{url}: the key is wrong or missing: set api_key: ${{env:NAME}}, and set the "
+                "variable to the content of the file `secret` in the server's folder"
             ) from None
         raise SandboxError(f"{url}: no server of sandboxes answers (HTTP {status})") from None
     except (OSError, WebSocketException, ValueError) as error:

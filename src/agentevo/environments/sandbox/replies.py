@@ -48,6 +48,7 @@ class SandboxEnded(Exception):
 
 
 def violation(what: str) -> SandboxEnded:
+    """The error for a sandbox that sent an invalid message, described by `what`."""
     return SandboxEnded(Failure("ProtocolViolation", f"the sandbox sent {what}, and was ended"))
 
 
@@ -60,13 +61,13 @@ def storable_failure(failure: Failure | None) -> Failure | None:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be sent. A model's JSON can have halves of surrogate pairs, which
-    can't."""
+    """Whether a text can be sent as UTF-8. A model's JSON can contain halves of surrogate pairs,
+    which UTF-8 does not allow."""
     return text.isascii() or text.encode("utf-8", "replace").decode() == text
 
 
-def refused_code(code: str) -> Failure | None:
-    """Why code can't be sent, or None."""
+def code_problem(code: str) -> Failure | None:
+    """The failure for code that can't be sent. None for other code."""
     if len(code) > LONGEST_CODE:
         return Failure("ValueError", f"{len(code):,} characters of code, at most 4 MiB")
     if not is_unicode(code):
@@ -75,7 +76,7 @@ def refused_code(code: str) -> Failure | None:
 
 
 def longest_message(section: SandboxSection) -> int:
-    """The most bytes of a message from a sandbox of this section."""
+    """The maximum size in bytes of a message from a sandbox of this section."""
     output = 3 * section.output_kib * 1024 * 6
     files = section.file_mib * 2**20 * 3 // 2 + section.max_files * 1100
     return output + files + 2 * LARGEST_CALL

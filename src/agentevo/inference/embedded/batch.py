@@ -1,5 +1,5 @@
-"""One engine step as tensors: which tokens of which sequences, where their keys go, and the
-resulting rows of attention."""
+"""One engine step as tensors: the new tokens of its sequences, the cache positions of their keys,
+and the rows of attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from agentevo.inference.embedded.kv_cache import KVCache
 from agentevo.inference.embedded.scheduler import Sequence
 
 MAX_CHUNK = 512
-"""The most new tokens of one sequence in a step. It limits the size of the attention mask."""
+"""The maximum number of new tokens of one sequence in a step. It limits the size of the attention
+mask."""
 
 
 @dataclass
@@ -21,16 +22,16 @@ class StepBatch:
     """Inputs of one forward pass over the new tokens of several sequences, concatenated."""
 
     work: list[tuple[Sequence, int]]
-    """Each sequence, and how many of its tokens this step computes."""
+    """(sequence, number of its tokens that this step computes) pairs."""
     input_ids: torch.Tensor
     """[1, T]"""
     position_ids: torch.Tensor
     """[1, T]"""
     plan: CacheAttention
     sampled: list[Sequence]
-    """Sequences whose last token is in this step, so that the next one can be sampled."""
+    """Sequences whose next token is sampled, because this step computes their last token."""
     scored: list[tuple[Sequence, int]]
-    """Sequences whose given tokens this step scores, and how many tokens of each."""
+    """(sequence, number of its given tokens that this step scores) pairs."""
     logit_rows: torch.Tensor
     """Positions in the token row whose logits are needed: first those of `sampled`, then those of
     `scored`."""
@@ -38,7 +39,8 @@ class StepBatch:
 
 def choose_work(running: list[Sequence], prefill_tokens: int) -> list[tuple[Sequence, int]]:
     """Chooses how many tokens of each sequence a step computes. A sequence that needs one token
-    gets it. Sequences that need more share `prefill_tokens`, first come first served."""
+    always gets that token. Sequences that need more share `prefill_tokens`, first come first
+    served."""
     work = []
     remaining = prefill_tokens
     for sequence in running:
@@ -54,8 +56,8 @@ def choose_work(running: list[Sequence], prefill_tokens: int) -> list[tuple[Sequ
 def build_batch(
     cache: KVCache, work: list[tuple[Sequence, int]], device: torch.device
 ) -> StepBatch:
-    """Lays out the step. Sequences are sorted by slot, so that adjacent slots can be viewed instead
-    of copied."""
+    """Builds the inputs of a step. Sequences are sorted by slot, because a view of adjacent slots
+    needs no copy."""
     work = sorted(work, key=lambda item: item[0].slot)
     ids = [token for s, n in work for token in s.ids[s.cached : s.cached + n]]
     counts = np.array([n for _, n in work])
@@ -63,9 +65,9 @@ def build_batch(
     cached = np.array([s.cached for s, _ in work])
     offsets = np.array([s.offset for s, _ in work])
     slots = np.array([s.slot for s, _ in work])
-    within = np.arange(len(ids)) - np.repeat(starts, counts)
-    positions = np.repeat(cached, counts) + within
-    places = positions - np.repeat(offsets, counts)
+    index_in_sequence = np.arange(len(ids)) - np.repeat(starts, counts)
+    positions = np.repeat(cached, counts) + index_in_sequence
+    cache_positions = positions - np.repeat(offsets, counts)
 
     def tensor(array: np.ndarray | list[int]) -> torch.Tensor:
         return torch.as_tensor(np.asarray(array, dtype=np.int64), device=device)
@@ -75,7 +77,7 @@ def build_batch(
         _rows(bucket, work[bucket[0]][0], slots, starts, counts, lengths, tensor, cache.num_slots)
         for bucket in _buckets([(id(s.segment), n) for s, n in work])
     ]
-    done = [
+    sampled_indices = [
         index
         for index, (s, n) in enumerate(work)
         if s.cached + n == len(s.ids)
@@ -89,10 +91,15 @@ def build_batch(
         work=work,
         input_ids=tensor(ids).unsqueeze(0),
         position_ids=tensor(positions).unsqueeze(0),
-        plan=CacheAttention(cache, tensor(np.repeat(slots, counts)), tensor(places), rows),
-        sampled=[work[index][0] for index in done],
+        plan=CacheAttention(cache, tensor(np.repeat(slots, counts)), tensor(cache_positions), rows),
+        sampled=[work[index][0] for index in sampled_indices],
         scored=scored,
-        logit_rows=tensor([*(starts[done] + counts[done] - 1 if done else ()), *predicting]),
+        logit_rows=tensor(
+            [
+                *(starts[sampled_indices] + counts[sampled_indices] - 1 if sampled_indices else ()),
+                *predicting,
+            ]
+        ),
     )
 
 
@@ -124,8 +131,12 @@ def _buckets(kinds: list[tuple[int, int]]) -> list[np.ndarray]:
     for index in order:
         segment, count = kinds[index]
         if buckets:
-            of_first, fewest = kinds[buckets[-1][0]]
-            if segment == of_first and count <= 2 * fewest and (count == 1) == (fewest == 1):
+            first_segment, first_count = kinds[buckets[-1][0]]
+            if (
+                segment == first_segment
+                and count <= 2 * first_count
+                and (count == 1) == (first_count == 1)
+            ):
                 buckets[-1].append(index)
                 continue
         buckets.append([index])
@@ -135,7 +146,7 @@ def _buckets(kinds: list[tuple[int, int]]) -> list[np.ndarray]:
 
 def _rows(
     bucket: np.ndarray,
-    any_of_them: Sequence,
+    first_sequence: Sequence,
     slots: np.ndarray,
     starts: np.ndarray,
     counts: np.ndarray,
@@ -149,11 +160,11 @@ def _rows(
 
     first = int(slots[bucket[0]])
     last = int(slots[bucket[-1]])
-    span = last - first + 1
-    dense = span <= 1.25 * len(bucket) + 2 and last < num_slots
-    batch = span if dense else len(bucket)
-    lines = (
-        slots[bucket] - first if dense else np.arange(len(bucket))
+    num_slots_spanned = last - first + 1
+    is_dense = num_slots_spanned <= 1.25 * len(bucket) + 2 and last < num_slots
+    batch = num_slots_spanned if is_dense else len(bucket)
+    row_of_sequence = (
+        slots[bucket] - first if is_dense else np.arange(len(bucket))
     )  # row of each sequence; a dense span may include idle slots
 
     width = int(counts[bucket].max())
@@ -161,12 +172,12 @@ def _rows(
     queries = np.zeros(batch, dtype=np.int64)
     keys = np.ones(batch, dtype=np.int64)
     steps = np.arange(width)
-    tokens[lines] = starts[bucket, None] + np.minimum(steps, counts[bucket, None] - 1)
-    queries[lines] = counts[bucket]
-    keys[lines] = lengths[bucket]
-    real = steps < counts[bucket, None]  # [n, width]
-    take_rows = (lines[:, None] * width + steps)[real]
-    take_tokens = tokens[lines][real]
+    tokens[row_of_sequence] = starts[bucket, None] + np.minimum(steps, counts[bucket, None] - 1)
+    queries[row_of_sequence] = counts[bucket]
+    keys[row_of_sequence] = lengths[bucket]
+    is_query = steps < counts[bucket, None]  # [n, width]
+    take_rows = (row_of_sequence[:, None] * width + steps)[is_query]
+    take_tokens = tokens[row_of_sequence][is_query]
     is_one_query_each = (
         width == 1 and batch == len(starts) and np.array_equal(take_rows, take_tokens)
     )
@@ -174,15 +185,15 @@ def _rows(
 
     return CacheRows(
         stretches=[Stretch(*map(int, stretch)) for stretch in stretches],
-        segment=any_of_them.segment,
-        slots=tensor(np.arange(first, last + 1) if dense else slots[bucket]),
+        segment=first_sequence.segment,
+        slots=tensor(np.arange(first, last + 1) if is_dense else slots[bucket]),
         tokens=tensor(tokens),
         queries=tensor(queries),
         lengths=tensor(keys),
         max_length=int(keys.max()),
-        first_slot=first if dense else None,
+        first_slot=first if is_dense else None,
         take_rows=tensor(take_rows),
         take_tokens=tensor(take_tokens),
         is_one_query_each=is_one_query_each,
-        has_equal_lengths=is_one_query_each and dense and int(keys.min()) == int(keys.max()),
+        has_equal_lengths=is_one_query_each and is_dense and int(keys.min()) == int(keys.max()),
     )

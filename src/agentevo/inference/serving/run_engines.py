@@ -1,6 +1,6 @@
 """Uses the run's engines in other processes instead of an engine in the trainer's process. A
-trainer whose model is split over several processes evaluates through them, so that no process needs
-the whole model.
+trainer whose model is split over several processes evaluates with these engines, so that no process
+needs the whole model.
 
 Weights reach these engines in the same way as for sampling. This module only sets the required
 version, and requests wait until an engine serves it.
@@ -25,11 +25,11 @@ from agentevo.types import Completion, SamplingParams
 
 POLL_INTERVAL_S = 1.0
 NOTICE_S = 10.0
-"""After this time a message names the version that requests wait for."""
+"""The waiting time after which a message names the missing version, in seconds."""
 
 
 class RunEngines:
-    """An UpdatableEngine, see the module. Belongs to one event loop."""
+    """An UpdatableEngine that passes requests to the run's engines. Used from one event loop."""
 
     def __init__(self, config: RunConfig) -> None:
         directory = EngineDirectory(config.run_dir / "engines")
@@ -48,17 +48,17 @@ class RunEngines:
         )
 
         self._required_version = 0
-        self._look_after: Callable[[], Awaitable[None]] | None = None
+        self._repair: Callable[[], Awaitable[None]] | None = None
 
     @property
     def version(self) -> int:
         """See Engine.version."""
         return self._engines.version
 
-    def repair_with(self, look_after: Callable[[], Awaitable[None]]) -> None:
-        """Sets the function that repairs what was lost of a version (WeightSender.look_after). It
-        is called every POLL_INTERVAL_S while requests wait for the version."""
-        self._look_after = look_after
+    def repair_with(self, repair: Callable[[], Awaitable[None]]) -> None:
+        """Sets the function that restores a version's lost files (WeightSender.look_after). It is
+        called every POLL_INTERVAL_S while requests wait for the version."""
+        self._repair = repair
 
     async def reach(
         self, version: int, stop: Callable[[], bool], note: Callable[[str], None]
@@ -67,7 +67,7 @@ class RunEngines:
         True."""
         started_at = time.monotonic()
         has_noted = False
-        looked = started_at
+        repaired_at = started_at
         await self._engines.refresh()
 
         while self._engines.version < version and not stop():
@@ -78,30 +78,30 @@ class RunEngines:
                 )
                 has_noted = True
 
-            if self._look_after is not None and time.monotonic() - looked > POLL_INTERVAL_S:
-                await self._look_after()
-                looked = time.monotonic()
+            if self._repair is not None and time.monotonic() - repaired_at > POLL_INTERVAL_S:
+                await self._repair()
+                repaired_at = time.monotonic()
 
             await asyncio.sleep(self._poll_s)
 
     @asynccontextmanager
-    async def looked_after(self) -> AsyncIterator[None]:
-        """While the block sends requests, keeps sending the version to engines that lost it or are
-        new. After the block nothing reads the trainer's weights."""
-        over = asyncio.Event()
-        looking = asyncio.create_task(self._repair_until(over))
+    async def with_repairs(self) -> AsyncIterator[None]:
+        """During the block, repairs the version and sends it to engines that need it. After the
+        block, nothing reads the trainer's weights."""
+        is_done = asyncio.Event()
+        repairing = asyncio.create_task(self._repair_until(is_done))
         try:
             yield
         finally:
-            over.set()
-            await looking
+            is_done.set()
+            await repairing
 
-    async def _repair_until(self, over: asyncio.Event) -> None:
-        while not over.is_set():
+    async def _repair_until(self, is_done: asyncio.Event) -> None:
+        while not is_done.is_set():
             with suppress(TimeoutError):
-                await asyncio.wait_for(over.wait(), POLL_INTERVAL_S)
-            if self._look_after is not None and not over.is_set():
-                await self._look_after()
+                await asyncio.wait_for(is_done.wait(), POLL_INTERVAL_S)
+            if self._repair is not None and not is_done.is_set():
+                await self._repair()
 
     async def begin(
         self, version: int, weights: Weights | None = None, *, deadline_s: float = 60.0
@@ -154,7 +154,7 @@ class RunEngines:
         )
 
     async def _wait_for_version(self, deadline_s: float) -> float:
-        """Waits for the requested version; returns the remaining seconds."""
+        """Waits for the required version. Returns the remaining seconds."""
         deadline = time.monotonic() + deadline_s
         if self._engines.version < self._required_version:
             await self._engines.refresh()

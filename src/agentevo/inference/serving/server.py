@@ -64,17 +64,16 @@ except ModuleNotFoundError as missing:
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 4 * 2**10
-BODY_S = 5.0
+BODY_TIMEOUT_S = 5.0
 """The time limit for a request's body, in seconds."""
 PING_S = 20.0
-SILENT_S = 60.0
-"""A client that does not answer a ping for this long counts as gone: its machine or network may
-have failed."""
-REFUSAL = (
+PING_TIMEOUT_S = 60.0
+"""A client that does not answer a ping for this long counts as disconnected."""
+UNAUTHORIZED_MESSAGE = (
     "the run's secret is wrong or missing: send `Authorization: Bearer` with the content of "
     f"engines/{NAME} in the run's folder"
 )
-FULL = f"the engine has {MAX_CLIENTS} clients already: use another one, or fewer samplers"
+FULL_MESSAGE = f"the engine has {MAX_CLIENTS} clients already: use another one, or fewer samplers"
 UNAUTHORIZED = 401
 CLIENT_GONE = 499
 """The status of an answer whose client has left."""
@@ -84,7 +83,8 @@ TRY_AGAIN_LATER = 1013
 
 class EngineApp:
     """The web application of one engine. `close` ends the connections of waiting clients, which
-    then use another engine. `stats` returns the statistics to report; by default the engine's."""
+    then use another engine. `stats` returns the statistics to report. Default: the engine's
+    statistics."""
 
     def __init__(
         self,
@@ -163,26 +163,26 @@ class EngineApp:
         return self._sleeping
 
     async def _run_until_hang_up(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
-        """Cancels the work when the client has hung up, or the server is closed."""
+        """Runs the work, and cancels it if the client hangs up or the server is closed."""
         task = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(_wait_for_hang_up(request))
+        hang_up = asyncio.ensure_future(_wait_for_hang_up(request))
         closed = asyncio.ensure_future(self._closed.wait())
         try:
-            await asyncio.wait({task, gone, closed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, hang_up, closed}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise EngineUnavailableError(
                     f"engine {self.name} is shutting down: use another one"
                 )
             return task.result()
         finally:
-            for waiting in (task, gone, closed):
+            for waiting in (task, hang_up, closed):
                 waiting.cancel()
-            await asyncio.gather(task, gone, closed, return_exceptions=True)
+            await asyncio.gather(task, hang_up, closed, return_exceptions=True)
 
 
 class _EngineGuard:
     """Wraps the application and admits clients that have the secret, as long as there is room.
-    Other clients get 401 and the reason. On a WebSocket they get only 403, because uvicorn logs a
+    Other clients get 401 and the reason. A WebSocket client gets only 403, because uvicorn logs a
     longer answer as an error of the application. In both cases the connection ends after the
     answer."""
 
@@ -194,18 +194,18 @@ class _EngineGuard:
         connection: AdmittedConnection = scope["state"]["connection"]
         answer = self._refusal(scope)
         if answer is None and not connection.admit():
-            answer = status_and_answer(EngineUnavailableError(FULL))
+            answer = status_and_answer(EngineUnavailableError(FULL_MESSAGE))
 
         try:
             if answer is None:
-                await self._app(scope, receive, _closing(send))
+                await self._app(scope, receive, _close_after(send))
             elif scope["type"] == "websocket":
                 await self._refuse(WebSocket(scope, receive, send), *answer)
             else:
                 response = _json(answer[1], answer[0])
                 if answer[0] == UNAUTHORIZED:
                     response.headers["WWW-Authenticate"] = "Bearer"
-                await response(scope, receive, _closing(send))
+                await response(scope, receive, _close_after(send))
         finally:
             connection.leave()
 
@@ -216,17 +216,17 @@ class _EngineGuard:
                 return None
         except EngineError as error:  # the server itself can't read the secret
             return status_and_answer(error)
-        return UNAUTHORIZED, ErrorAnswer(error="EngineError", message=REFUSAL)
+        return UNAUTHORIZED, ErrorAnswer(error="EngineError", message=UNAUTHORIZED_MESSAGE)
 
     async def _refuse(self, websocket: WebSocket, status: int, answer: ErrorAnswer) -> None:
-        if answer.message == FULL:  # accepted first: only then can it be closed with a reason
+        if answer.message == FULL_MESSAGE:  # only an accepted WebSocket can be closed with a reason
             await websocket.accept()
-            await websocket.close(TRY_AGAIN_LATER, FULL)
+            await websocket.close(TRY_AGAIN_LATER, FULL_MESSAGE)
         else:
             await websocket.close()
 
 
-def _closing(send: Send) -> Send:
+def _close_after(send: Send) -> Send:
     """Marks each HTTP answer as the last one on its connection."""
 
     async def send_last(message: Message) -> None:
@@ -241,7 +241,7 @@ async def _body(request: Request) -> bytes:
     """The request's body. Raises EngineError if it is too long or does not arrive."""
     body = b""
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(BODY_TIMEOUT_S):
             async for part in request.stream():
                 body += part
                 if len(body) > MAX_BODY_BYTES:
@@ -251,21 +251,20 @@ async def _body(request: Request) -> bytes:
                     )
     except TimeoutError:
         raise DeadlineExceededError(
-            f"the request's body did not arrive within {BODY_S:g} s: send all of it"
+            f"the request's body did not arrive within {BODY_TIMEOUT_S:g} s: send all of it"
         ) from None
 
     return body
 
 
 async def _wait_for_hang_up(request: Request) -> None:
-    """Returns when the client closes the connection; the body has been read."""
+    """Returns when the client closes the connection. The body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def _answer(work: Coroutine[Any, Any, Any]) -> Response:
-    """Runs the work and turns an engine's exception into an HTTP answer. No other function does
-    this."""
+    """Runs the work, and turns an engine's exception into an HTTP answer."""
     try:
         content = await work
         status = 200
@@ -298,7 +297,7 @@ async def listening(
         ws=WebSocketProtocol,
         ws_max_size=MAX_BYTES,
         ws_ping_interval=PING_S,
-        ws_ping_timeout=SILENT_S,
+        ws_ping_timeout=PING_TIMEOUT_S,
         ws_per_message_deflate=False,
     ):
         yield

@@ -20,40 +20,42 @@ from agentevo.runtime.section import Section
 
 
 class SglangOptions(Section):
-    """The options of a server that this run starts, or that already runs and is given by its
-    URL."""
+    """The options of a server that this run starts, or of a running server at `url`."""
 
     url: str | None = None
-    """Where a server is, such as https://gpu-1:30000. Default: one is started on this machine, and
-    ends with this process."""
+    """The address of a running server, such as https://gpu-1:30000. Default: the run starts a
+    server on this machine, which ends with this process."""
     api_key: str | None = None
-    """${env:NAME}: the variable with the key that the server at `url` asks for."""
+    """${env:NAME}: the variable with the key that the server at `url` requires."""
     admin_api_key: str | None = None
     """${env:NAME}: the variable with the server's admin key, if it has one."""
     ca_file: Path | None = None
-    """Certificates (PEM) by which the server's own is verified. Default: the system's."""
+    """The file of certificates (PEM) that verify the server's certificate. Default: the system's
+    certificates."""
     weights_folder: Path | None = None
     """The folder for weight versions that the server reads, under the same path on its machine.
     Required for a URL of another machine. Default: a temporary folder."""
     command: list[str] = Field(default_factory=list)
-    """The program that starts a server, and its first arguments. Default: `python -m
+    """The program that starts a server, with its first arguments. Default: `python -m
     sglang.launch_server` of this environment."""
     args: list[str] = Field(default_factory=list)
     """Further arguments of the program, such as [--tp-size, '2']."""
     log_file: Path | None = None
     """The file for the server's output. Default: a file in the temporary folder."""
     seeded: bool = True
-    """A request's seed decides its tokens, for which SGLang needs --enable-deterministic-inference.
-    A server that the run starts gets this flag. false: seeds have no effect, and min_p is
-    possible."""
+    """Whether a request's seed decides its tokens. SGLang needs --enable-deterministic-inference
+    for this; a server that the run starts gets this flag. false: seeds have no effect, and min_p
+    can be used."""
     start_timeout_s: float = Field(default=1200.0, gt=0)
     """The time limit for the server to be ready, in seconds."""
 
     @model_validator(mode="after")
-    def _one_kind(self) -> Self:
-        started = [name for name in ("command", "args", "log_file") if getattr(self, name)]
-        if self.url is not None and started:
-            raise ValueError(f"{started[0]} is for a server that this run starts: leave out url")
+    def _check_combination(self) -> Self:
+        start_options = [name for name in ("command", "args", "log_file") if getattr(self, name)]
+        if self.url is not None and start_options:
+            raise ValueError(
+                f"{start_options[0]} is for a server that this run starts: leave out url"
+            )
         if self.url is None and (self.api_key or self.admin_api_key or self.ca_file):
             raise ValueError("api_key, admin_api_key and ca_file need a url")
         return self
@@ -71,7 +73,7 @@ def read_options(section: EngineSection) -> SglangOptions:
     try:
         options = SglangOptions.model_validate(section.options)
     except pydantic.ValidationError as error:
-        raise ConfigError(_describe_unknown(error)) from error
+        raise ConfigError(_describe_invalid(error)) from error
 
     if options.url is not None:
         _check_url(options, options.url)
@@ -80,8 +82,8 @@ def read_options(section: EngineSection) -> SglangOptions:
 
 
 def check_options(section: EngineSection) -> None:
-    """Raises the errors of `read_options` and `check_keys`, and MissingExtraError if this Python
-    should start a server and SGLang is not installed."""
+    """Raises the errors of `read_options` and `check_keys`, and MissingExtraError if the run would
+    start a server and SGLang is not installed."""
     options = read_options(section)
     check_keys(options)
     if options.url is None and not options.command and find_spec("sglang") is None:
@@ -99,21 +101,21 @@ def check_keys(options: SglangOptions) -> tuple[str | None, str | None]:
     )
 
 
-def _describe_unknown(error: pydantic.ValidationError) -> str:
-    wrong = error.errors()[0]
-    key = ".".join(["engine.options", *map(str, wrong["loc"])])
+def _describe_invalid(error: pydantic.ValidationError) -> str:
+    problem = error.errors()[0]
+    key = ".".join(["engine.options", *map(str, problem["loc"])])
     option_names = list(SglangOptions.model_fields)
 
-    if wrong["type"] != "extra_forbidden":
-        return f"{key}: {wrong['msg'].removeprefix('Value error, ')}"
+    if problem["type"] != "extra_forbidden":
+        return f"{key}: {problem['msg'].removeprefix('Value error, ')}"
 
-    guess = nearest(str(wrong["loc"][-1]), option_names)
+    guess = nearest(str(problem["loc"][-1]), option_names)
     hint = f"did you mean {guess}? " if guess else ""
     return f"{key}: there is no such option: {hint}give one of {', '.join(option_names)}"
 
 
 def _check_url(options: SglangOptions, url: str) -> None:
-    shown = without_password(url)
+    public_url = without_password(url)
     try:
         parts = urlsplit(url)
         host = parts.hostname
@@ -123,8 +125,8 @@ def _check_url(options: SglangOptions, url: str) -> None:
 
     if not host or parts.scheme not in ("http", "https") or parts.username is not None:
         raise ConfigError(
-            f"engine.options.url: {shown!r} is not the URL of a server: give one such as "
-            "https://gpu-1:30000"
+            f"engine.options.url: {public_url!r} is not the URL of a server: give one such "
+            "as https://gpu-1:30000"
         )
 
     if is_this_machine(host):
@@ -132,19 +134,19 @@ def _check_url(options: SglangOptions, url: str) -> None:
 
     if parts.scheme == "http":
         raise ConfigError(
-            f"engine.options.url: {shown}: keys and tokens would travel unencrypted: start the "
-            "server with --ssl-certfile and --ssl-keyfile and give https://, or use a tunnel "
+            f"engine.options.url: {public_url}: keys and tokens would travel unencrypted: start "
+            "the server with --ssl-certfile and --ssl-keyfile and give https://, or use a tunnel "
             "(ssh -L)"
         )
 
     if options.api_key is None and options.admin_api_key is None:
         raise ConfigError(
-            f"engine.options.url: {shown} is on another machine, and anyone who reaches it could "
-            "replace its weights: start it with --api-key and write api_key: ${env:NAME}"
+            f"engine.options.url: {public_url} is on another machine, and anyone who reaches it "
+            "could replace its weights: start it with --api-key and write api_key: ${env:NAME}"
         )
 
     if options.weights_folder is None:
         raise ConfigError(
-            f"engine.options.weights_folder: {shown} is on another machine: give a folder that "
-            "both machines see under the same path"
+            f"engine.options.weights_folder: {public_url} is on another machine: give a folder "
+            "that both machines see under the same path"
         )

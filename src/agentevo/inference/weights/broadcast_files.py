@@ -3,13 +3,14 @@ files are small, appear atomically, and hold no tensors.
 
     RUN/weights/latest.json            the version, and the SHA-256 of...
                 tensors-SHA256.json    ...its contents: names, dtypes and shapes
-                asks/ID.json           an engine wants what latest.json names
-                answers/ID.json        the round in which the engine gets it
-                rounds/ID/store        where the members of the round find one another
+                asks/ID.json           an engine's request for the version in latest.json
+                answers/ID.json        the round in which the engine gets the version
+                rounds/ID/store        the rendezvous of the round's members
                 rounds/ID/sent.json    the fingerprint of each tensor that was sent
 
-An engine renews its ask for as long as it waits, so a dead engine's ask expires. Taking an ask
-deletes it, so it is answered once. Other files in these folders are ignored or deleted.
+An engine renews its request while it waits, so the request of a dead engine expires. The trainer
+deletes a request when it takes it, so it answers each request once. Other files in these folders
+are ignored or deleted.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from agentevo.models.compute.parts import Spec
 from agentevo.runtime.files import open_regular, write_atomic
 
 STALE_S = 15.0
-"""An ask that was not renewed for this long belongs to an engine that no longer runs."""
+"""A request that was not renewed for this long belongs to an engine that no longer runs."""
 RENEW_S = 1.0
 MAX_PLACES = 256
-"""The most receiving processes in a round. Engines that do not fit join the next round."""
+"""The maximum number of receiving processes in a round. Engines beyond it join the next round."""
 _ASK_BYTES = 2**16
 _FILE_BYTES = 2**26
 _Id = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
@@ -85,21 +86,21 @@ class Contents(msgspec.Struct, frozen=True):
 
 
 class PlaceRequest(msgspec.Struct, frozen=True):
-    """The ask of a waiting engine."""
+    """The request of a waiting engine."""
 
     id: _Id
     engine: _Id
-    """A name that is the same in all asks of this engine."""
+    """The name of the engine, the same in all its requests."""
     sha256: str
     """The checksum of the contents that the engine wants."""
     places: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PLACES)]
-    """The device of each of its processes that receive weights, see `devices.identity`."""
+    """The device of each process that receives weights, see `devices.identity`."""
     where: str
     """The engine's name in messages."""
 
 
 class PlaceAnswer(msgspec.Struct, frozen=True):
-    """The answer to an ask: the round in which the engine receives weights."""
+    """The answer to a request: the round in which the engine receives weights."""
 
     round: _Id
     sha256: str
@@ -130,7 +131,7 @@ class SentRecord(msgspec.Struct, frozen=True):
 
 
 class BroadcastFiles:
-    """See the module. Blocking. Reading raises EngineError, writing OSError."""
+    """Reads and writes these files. Methods block. Reading raises EngineError, writing OSError."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -139,8 +140,8 @@ class BroadcastFiles:
         self._rounds = folder / "rounds"
 
     def begin(self) -> None:
-        """At the start of a trainer: deletes the answers and rounds of the previous trainer, which
-        no engine uses now."""
+        """Prepares the folder for a new trainer. Deletes the answers and rounds of the previous
+        trainer."""
         for folder in (self._answers, self._rounds):
             shutil.rmtree(folder, ignore_errors=True)
         self.make_folders()
@@ -187,45 +188,45 @@ class BroadcastFiles:
             raise EngineError(f"{path} is not what was written: not served")
         return self._decode(path, raw, Contents)
 
-    def ask(self, ask: PlaceRequest) -> None:
-        """Writes the ask. A second call replaces it."""
-        write_atomic(self._ask(ask.id), msgspec.json.encode(ask))
+    def ask(self, request: PlaceRequest) -> None:
+        """Writes the request. A second call replaces it."""
+        write_atomic(self._ask(request.id), msgspec.json.encode(request))
 
-    def renew(self, ask: PlaceRequest) -> bool:
-        """Renews the ask. False if the trainer took it, or it was deleted. After this call an
-        existing answer is visible. Without it, a network disk could still report a cached
-        absence."""
-        probe = self._answers / f".{ask.engine}"
+    def renew(self, request: PlaceRequest) -> bool:
+        """Renews the request. Returns False if the trainer took the request, or it was deleted.
+        After this call an existing answer is visible; before it, a network disk could still report
+        a cached absence."""
+        probe = self._answers / f".{request.engine}"
         probe.touch()
         probe.unlink()
 
         try:
-            os.utime(self._ask(ask.id))
+            os.utime(self._ask(request.id))
         except FileNotFoundError:
             return False
 
         return True
 
-    def withdraw(self, ask: PlaceRequest) -> bool:
-        """Deletes the ask. False if the trainer took it, or it was deleted already."""
+    def withdraw(self, request: PlaceRequest) -> bool:
+        """Deletes the request. Returns False if the trainer took it, or it was deleted already."""
         try:
-            self._ask(ask.id).unlink()
+            self._ask(request.id).unlink()
         except FileNotFoundError:
             return False
         return True
 
-    def answer(self, ask: PlaceRequest) -> PlaceAnswer | None:
-        """The answer to the ask, or None."""
-        path = self._answer(ask.id)
+    def answer(self, request: PlaceRequest) -> PlaceAnswer | None:
+        """The answer to the request, or None."""
+        path = self._answer(request.id)
         return self._read_decoded(path, PlaceAnswer) if path.exists() else None
 
     def asks(self, sha256: str) -> list[PlaceRequest]:
-        """The asks for these weights. Asks of engines that no longer run are deleted."""
+        """The requests for these weights. Requests of engines that no longer run are deleted."""
         clock = self._asks / ".clock"
         clock.unlink(missing_ok=True)
-        clock.touch()  # the time of the folder's machine; writing also refreshes the listing
+        clock.touch()  # the clock of the folder's machine; the write also refreshes the listing
         now = clock.stat().st_mtime
-        asks = []
+        requests = []
         for entry in os.scandir(self._asks):
             match = re.fullmatch(r"([0-9a-f]{32})\.json", entry.name)
             try:
@@ -235,8 +236,8 @@ class BroadcastFiles:
                 if match is None:
                     continue
 
-                ask = self._read_decoded(Path(entry.path), PlaceRequest, most=_ASK_BYTES)
-                if ask.id != match[1]:
+                request = self._read_decoded(Path(entry.path), PlaceRequest, max_bytes=_ASK_BYTES)
+                if request.id != match[1]:
                     raise EngineError("it has another engine's name")
             except FileNotFoundError:
                 continue
@@ -244,34 +245,34 @@ class BroadcastFiles:
                 _remove(Path(entry.path))
                 continue
 
-            if ask.sha256 == sha256:
-                asks.append(ask)
+            if request.sha256 == sha256:
+                requests.append(request)
 
-        return asks
+        return requests
 
     @contextmanager
     def round(self, round_id: str, answers: Mapping[str, PlaceAnswer]) -> Iterator[Path]:
-        """Creates a round's folder and answers the asks (ask's id -> answer). Deletes the folder at
-        the end of the block."""
+        """Creates a round's folder and answers the requests (`answers`: request id -> answer).
+        Deletes the folder at the end of the block."""
         folder = self.path(round_id)
         try:
             folder.mkdir(parents=True)
-            for ask_id, answer in answers.items():
-                write_atomic(self._answer(ask_id), msgspec.json.encode(answer))
+            for request_id, answer in answers.items():
+                write_atomic(self._answer(request_id), msgspec.json.encode(answer))
             yield folder
         finally:
-            for ask_id in answers:
+            for request_id in answers:
                 with suppress(OSError):
-                    self._answer(ask_id).unlink(missing_ok=True)
+                    self._answer(request_id).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
 
-    def take(self, asks: Iterable[PlaceRequest]) -> list[PlaceRequest]:
-        """Deletes the asks that still exist, and returns them."""
+    def take(self, requests: Iterable[PlaceRequest]) -> list[PlaceRequest]:
+        """Deletes the requests that still exist, and returns them."""
         taken = []
-        for ask in asks:
+        for request in requests:
             with suppress(FileNotFoundError):
-                self._ask(ask.id).unlink()
-                taken.append(ask)
+                self._ask(request.id).unlink()
+                taken.append(request)
         return taken
 
     def path(self, round_id: str) -> Path:
@@ -287,11 +288,11 @@ class BroadcastFiles:
     def _contents(self, sha256: str) -> Path:
         return self.folder / f"tensors-{sha256}.json"
 
-    def _ask(self, ask_id: str) -> Path:
-        return self._asks / f"{ask_id}.json"
+    def _ask(self, request_id: str) -> Path:
+        return self._asks / f"{request_id}.json"
 
-    def _answer(self, ask_id: str) -> Path:
-        return self._answers / f"{ask_id}.json"
+    def _answer(self, request_id: str) -> Path:
+        return self._answers / f"{request_id}.json"
 
     def _read_latest(self) -> Latest | None:
         try:
@@ -299,18 +300,20 @@ class BroadcastFiles:
         except EngineError:
             return None
 
-    def _read_decoded(self, path: Path, kind: type[T], *, most: int = _FILE_BYTES) -> T:
-        return self._decode(path, self._raw(path, most), kind)
+    def _read_decoded(self, path: Path, kind: type[T], *, max_bytes: int = _FILE_BYTES) -> T:
+        return self._decode(path, self._raw(path, max_bytes), kind)
 
-    def _raw(self, path: Path, most: int = _FILE_BYTES) -> bytes:
+    def _raw(self, path: Path, max_bytes: int = _FILE_BYTES) -> bytes:
         try:
             with open_regular(path) as file:
-                raw = file.read(most + 1)
+                raw = file.read(max_bytes + 1)
         except OSError as error:
             raise EngineError(f"{path} can't be read ({error})") from error
 
-        if len(raw) > most:
-            raise EngineError(f"{path} is longer than {most} bytes, which AgentEvo never writes")
+        if len(raw) > max_bytes:
+            raise EngineError(
+                f"{path} is longer than {max_bytes} bytes, which AgentEvo never writes"
+            )
         return raw
 
     def _decode(self, path: Path, raw: bytes, kind: type[T]) -> T:
@@ -323,7 +326,7 @@ class BroadcastFiles:
 
 
 def _remove(path: Path) -> None:
-    """Deletes a file or folder that is ignored."""
+    """Deletes a file or folder that is not part of the protocol."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -1,9 +1,9 @@
-"""An engine's side of receiving weights over a process group. The engine asks for the newest
+"""An engine's side of receiving weights over a process group. The engine requests the newest
 version, waits until the trainer answers with a round, and receives the weights in that round.
 
-There is one ask at a time. It names the version that was the newest when the engine wrote it, and
-is renewed while a caller waits. When a newer version appears, the engine asks for that version
-instead.
+The engine has one request (PlaceRequest) at a time, for the version that was the newest when it
+wrote the request. It renews the request while a caller waits. When a newer version appears, the
+engine replaces the request.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from agentevo.models.compute.parts import Spec
 from agentevo.runtime.devices import identity
 
 WAIT_S = 2.0
-"""The longest wait of one call, in seconds. The ask remains after it."""
+"""The longest wait of one call, in seconds. The request remains valid after the call."""
 ANSWER_S = 3.0
-"""If an ask is missing for this long and there is no answer, it was deleted, and is written
-again."""
+"""If the request is missing for this long and there is no answer, the file was deleted, and the
+engine writes a new request."""
 POLL_INTERVAL_S = 0.1
 
 
 class BroadcastSource:
-    """A WeightSource and a GroupSource, see the module. `device`: the device on which `read`
-    receives tensors over NCCL."""
+    """A WeightSource and a GroupSource. `device`: the device on which `read` receives tensors over
+    NCCL."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self._files = BroadcastFiles(folder)
         self._device = device
         self._engine = uuid.uuid4().hex
-        self._asked: PlaceRequest | None = None
+        self._request: PlaceRequest | None = None
         self._taken_at: float | None = None
-        """The time at which this process first saw that the ask was taken."""
+        """The time at which this process first saw that the trainer had taken the request."""
         self._has_ended = False
 
     @property
@@ -67,7 +67,7 @@ class BroadcastSource:
         return self._files.latest_version()
 
     def read(self, version: int, *, sha256: str | None = None) -> Weights:
-        """See WeightSource.read. Tensors that come over NCCL are on this engine's device."""
+        """See WeightSource.read. Tensors that arrive over NCCL are on this engine's device."""
         latest = self._files.latest_version()
         if latest is None or latest.version != version or sha256 not in (None, latest.sha256):
             raise WeightsNotSentError(f"version {version} is no longer the newest")
@@ -83,11 +83,11 @@ class BroadcastSource:
             answer = self._answer_for(latest, list(places))
         except OSError as error:
             raise EngineError(
-                f"{self._files.folder} can't be written to ({error}), and an engine asks for "
+                f"{self._files.folder} can't be written to ({error}), and an engine requests "
                 "weights there: make it writable, or set rollout.transport=folder"
             ) from error
 
-        self._asked = None
+        self._request = None
         if answer.sha256 != latest.sha256:
             raise WeightsLostError(f"the answer is for other weights than version {latest.version}")
 
@@ -97,45 +97,47 @@ class BroadcastSource:
         """See GroupSource.withdraw. If the trainer has already answered, the waiting thread still
         joins the round."""
         self._has_ended = True
-        ask = self._asked
-        with suppress(OSError):  # the ask soon expires
-            if ask is not None and self._files.withdraw(ask):
-                self._asked = None
+        request = self._request
+        with suppress(OSError):  # the request soon expires
+            if request is not None and self._files.withdraw(request):
+                self._request = None
 
     def _answer_for(self, latest: Latest, places: list[str]) -> PlaceAnswer:
-        ask = self._asked
-        if ask is None or (ask.sha256, ask.places) != (latest.sha256, places):
-            if ask is not None:
-                self._files.withdraw(ask)
-            where = f"{socket.gethostname()} {os.getpid()}"
-            ask = PlaceRequest(uuid.uuid4().hex, self._engine, latest.sha256, places, where)
-            self._files.ask(ask)
-            self._asked = ask
+        request = self._request
+        if request is None or (request.sha256, request.places) != (latest.sha256, places):
+            if request is not None:
+                self._files.withdraw(request)
+            engine_name = f"{socket.gethostname()} {os.getpid()}"
+            request = PlaceRequest(
+                uuid.uuid4().hex, self._engine, latest.sha256, places, engine_name
+            )
+            self._files.ask(request)
+            self._request = request
             self._taken_at = None
 
-        ends = time.monotonic() + WAIT_S
-        renewed = time.monotonic()
-        while time.monotonic() < ends:
-            if (answer := self._files.answer(ask)) is not None:
+        deadline = time.monotonic() + WAIT_S
+        renewed_at = time.monotonic()
+        while time.monotonic() < deadline:
+            if (answer := self._files.answer(request)) is not None:
                 return answer
             if self._files.latest_version() != latest:
                 break
-            if self._has_ended and (self._asked is None or self._files.withdraw(ask)):
+            if self._has_ended and (self._request is None or self._files.withdraw(request)):
                 break
 
-            if time.monotonic() - renewed > RENEW_S:
-                renewed = time.monotonic()
-                if self._files.renew(ask):
+            if time.monotonic() - renewed_at > RENEW_S:
+                renewed_at = time.monotonic()
+                if self._files.renew(request):
                     self._taken_at = None
                 elif self._taken_at is None:
-                    self._taken_at = renewed
-                elif renewed - self._taken_at > ANSWER_S:
-                    self._asked = None
+                    self._taken_at = renewed_at
+                elif renewed_at - self._taken_at > ANSWER_S:
+                    self._request = None
                     break
 
             time.sleep(POLL_INTERVAL_S)
 
-        raise WeightsNotSentError(f"version {latest.version} was asked for and is not sent yet")
+        raise WeightsNotSentError(f"version {latest.version} was requested and is not sent yet")
 
 
 def receive_place(

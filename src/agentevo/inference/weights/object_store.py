@@ -157,7 +157,7 @@ class ObjectStoreWeights(WeightVersions):
         parts = []
         for file, specs in files.items():
             buffer = io.BytesIO()
-            TensorFile(buffer, specs).take(tensors)
+            TensorFile(buffer, specs).add_all(tensors)
             raw = buffer.getvalue()
             del buffer
             self.objects.put(_path(version, file), raw)

@@ -1,8 +1,8 @@
 """The trainer's side of sending weights as files (RUN/weights, or an object store). It keeps the
-newest version there intact as long as engines may need it.
+files of the newest version intact as long as engines may need them.
 
-If a version can't be written or is damaged later, engines would stay at the previous version, and a
-trainer that waits for attempts with the new one would wait forever. A waiting trainer therefore
+If the files of a version were missing or damaged, engines would stay at the previous version, and a
+trainer that waits for attempts with the new version would wait forever. A waiting trainer therefore
 checks the version and writes it again, since its model still has those weights. The last version of
 a run is not checked any more, but is also in the checkpoint.
 """
@@ -20,12 +20,12 @@ from agentevo.inference.weights.weight_versions import WeightVersions
 from agentevo.runtime.event_loop import in_thread
 
 VERIFY_S = 60.0
-"""How often a version whose files look untouched is read again, in seconds."""
+"""The interval in seconds after which a version is read again although its files look unchanged."""
 
 
 class Publication:
-    """A WeightSender, see the module. `note` gets a message when a version was repaired, or can't
-    be written."""
+    """A WeightSender that writes files. `note` gets a message if a version is damaged or can't be
+    written."""
 
     def __init__(
         self,
@@ -42,14 +42,15 @@ class Publication:
         self._version = 0
         """The version of the model's current weights."""
         self._latest: Latest | None = None
-        """The published version. None if there is none yet, or if it can't be read or written."""
+        """The published version. None before the first version, or if it can't be read or
+        written."""
         self._intact_state: object = None
-        """The state of its files when they were last read whole."""
+        """The state of the published version's files at the last complete check."""
         self._verified_at = 0.0
         self._in_full = False
         """Whether the versions below the last one may be damaged. Then the next version is written
         in full."""
-        self._advised = False
+        self._has_advised = False
         self._last_reported = ""
         """The last reported problem. A problem is reported once."""
 
@@ -59,8 +60,8 @@ class Publication:
 
     async def publish(self, version: int) -> None:
         """See WeightSender.publish. If an earlier trainer has published this version or a later
-        one, and it is intact, it stays. If the version can't be written now, `look_after` writes it
-        later."""
+        one, and its files are intact, they stay. If the version can't be written now, `look_after`
+        writes it later."""
         latest = await in_thread(self._latest_version)
         self._version = version
         self._latest = latest
@@ -72,9 +73,9 @@ class Publication:
         """See WeightSender.look_after. Cheap while the files look unchanged, except once every
         VERIFY_S."""
         if self._latest is not None:
-            late = time.monotonic() - self._verified_at >= VERIFY_S
+            is_check_due = time.monotonic() - self._verified_at >= VERIFY_S
             state = await in_thread(self._folder.state, self._latest.version)
-            if state == self._intact_state and not late:
+            if state == self._intact_state and not is_check_due:
                 return
 
             try:
@@ -93,10 +94,10 @@ class Publication:
         try:
             await self._write()
         except OSError as error:  # the folder is unavailable or full: the next call tries again
-            why = f"{self._folder.place}: {error.strerror or error}"
+            reason = f"{self._folder.place}: {error.strerror or error}"
             self._report(
                 f"version {self._version} could not be written, and is tried again while the run "
-                f"waits for attempts: {why}"
+                f"waits for attempts: {reason}"
             )
 
     async def _write(self) -> None:
@@ -108,8 +109,8 @@ class Publication:
         self._last_reported = ""
         self._in_full = False
 
-        if self._folder.advice and not self._advised:
-            self._advised = True
+        if self._folder.advice and not self._has_advised:
+            self._has_advised = True
             self._note(self._folder.advice)
 
     def _latest_version(self) -> Latest | None:

@@ -1,5 +1,5 @@
-"""The built-in transports of trained weights to an engine (shared memory, a copy in this process,
-the run's folder, an object store, a process group), and the choice among all registered
+"""The built-in transports of trained weights to an engine (the trainer's own model, a copy in this
+process, the run's folder, an object store, a process group), and the choice among all registered
 transports."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SharedWeights:
         )
 
     async def look_after(self) -> None:
-        """See WeightSender.look_after. Does nothing: nothing can be lost."""
+        """See WeightSender.look_after. Does nothing, because the weights stay in this process."""
 
 
 class CopiedWeights:
@@ -101,7 +101,7 @@ class CopiedWeights:
         )
 
     async def look_after(self) -> None:
-        """See WeightSender.look_after. Does nothing: nothing can be lost."""
+        """See WeightSender.look_after. Does nothing, because the weights stay in this process."""
 
 
 def shares(engine: UpdatableEngine, model: nn.Module) -> bool:
@@ -109,30 +109,30 @@ def shares(engine: UpdatableEngine, model: nn.Module) -> bool:
     return isinstance(engine, EmbeddedEngine) and engine.model is model
 
 
-def _publication(
+def _folder_sender(
     model: nn.Module, engine: UpdatableEngine, config: RunConfig, note: Callable[[str], None]
 ) -> Publication:
-    return Publication(_folder(config), model, keep=config.rollout.keep_versions, note=note)
+    return Publication(_folder_source(config), model, keep=config.rollout.keep_versions, note=note)
 
 
-def _folder(config: RunConfig) -> WeightsFolder:
+def _folder_source(config: RunConfig) -> WeightsFolder:
     return WeightsFolder(config.run_dir / "weights", full_every=_full_every(config))
 
 
-def _upload(
+def _object_store_sender(
     model: nn.Module, engine: UpdatableEngine, config: RunConfig, note: Callable[[str], None]
 ) -> Publication:
     store = _object_store(config, id_file=config.run_dir / ID_FILE, config=to_yaml(config))
     return Publication(store, model, keep=config.rollout.keep_versions, note=note)
 
 
-def _download(config: RunConfig) -> WeightSource:
+def _object_store_source(config: RunConfig) -> WeightSource:
     from agentevo.inference.weights.object_store import POLL_INTERVAL_S
 
     return _object_store(config, poll_interval_s=POLL_INTERVAL_S)
 
 
-def _broadcast(
+def _broadcast_sender(
     model: nn.Module, engine: UpdatableEngine, config: RunConfig, note: Callable[[str], None]
 ) -> WeightSender:
     from agentevo.inference.weights.broadcast_group import check_network
@@ -142,7 +142,7 @@ def _broadcast(
     return BroadcastSender(config.run_dir / "weights", model, note=note)
 
 
-def _asking(config: RunConfig) -> WeightSource:
+def _broadcast_source(config: RunConfig) -> WeightSource:
     from agentevo.inference.weights.broadcast_group import check_network
     from agentevo.inference.weights.broadcast_source import BroadcastSource
 
@@ -175,20 +175,22 @@ transports.register("copy")(
     WeightTransport("the engine of this process has weights of its own", CopiedWeights)
 )
 transports.register("folder")(
-    WeightTransport("files in RUN/weights, for engines in other processes", _publication, _folder)
+    WeightTransport(
+        "files in RUN/weights, for engines in other processes", _folder_sender, _folder_source
+    )
 )
 transports.register("object_store")(
     WeightTransport(
         "files under rollout.weights.url (S3 and others), for engines that share no folder",
-        _upload,
-        _download,
+        _object_store_sender,
+        _object_store_source,
     )
 )
 transports.register("broadcast")(
     WeightTransport(
         "a process group (NCCL or gloo) that engines in other processes join for each version",
-        _broadcast,
-        _asking,
+        _broadcast_sender,
+        _broadcast_source,
     )
 )
 
@@ -209,28 +211,29 @@ def open_local(
     config: RunConfig,
     note: Callable[[str], None],
 ) -> WeightSender:
-    """Opens the transport of that name to this process's engine. If the engine does not compute
-    with the trainer's model, `shared` becomes `copy`, unless the recipe asks for `shared`."""
+    """Opens the transport `name` to this process's engine. If the engine does not compute with the
+    trainer's model, `shared` becomes `copy`, unless the recipe sets `shared`."""
     if name == "shared" != config.rollout.transport and not shares(engine, model):
         name = "copy"
     return transports.get(name).sender(model, engine, config, note)
 
 
 def remote_source(config: RunConfig) -> WeightSource:
-    """Opens the source from which engines in other processes read. Raises ConfigError, see
-    `_remote`."""
-    return _remote(config)[1](config)
+    """Opens the source from which engines in other processes read the weights. Raises ConfigError,
+    see `_remote_transport`."""
+    return _remote_transport(config)[1](config)
 
 
 def remote_sender(
     model: nn.Module, engine: UpdatableEngine, config: RunConfig, note: Callable[[str], None]
 ) -> WeightSender:
     """Opens the trainer's side of `remote_source`."""
-    return _remote(config)[0](model, engine, config, note)
+    return _remote_transport(config)[0](model, engine, config, note)
 
 
-def _remote(config: RunConfig) -> tuple[SenderFactory, SourceFactory]:
-    """The transport of that name. Raises ConfigError if it does not reach other processes."""
+def _remote_transport(config: RunConfig) -> tuple[SenderFactory, SourceFactory]:
+    """The two sides of the recipe's transport to other processes. Raises ConfigError if the
+    transport reaches only this process."""
     name = config.rollout.transport or ("object_store" if config.rollout.weights.url else "folder")
     transport = transports.get(name)
     if transport.source is None:
@@ -245,11 +248,11 @@ def _remote(config: RunConfig) -> tuple[SenderFactory, SourceFactory]:
 def check_transport(config: RunConfig, *, is_separate: bool) -> None:
     """Raises ConfigError if the transport is unknown or does not fit the run."""
     if is_separate:
-        _, source = _remote(config)
-        if source is _download:
-            source(config)  # checks its address and package before anything is created
+        _, source = _remote_transport(config)
+        if source is _object_store_source:
+            source(config)  # checks the store's address and package before anything is created
 
-        if source is _asking and not (
+        if source is _broadcast_source and not (
             distributed.is_available() and distributed.is_gloo_available()
         ):
             raise ConfigError(

@@ -53,8 +53,8 @@ class WeightSender(Protocol):
         ...
 
     async def look_after(self) -> None:
-        """Repairs what was lost of the newest version on its way. The trainer calls it repeatedly
-        while it waits, so it is cheap if nothing was lost."""
+        """Restores files or messages of the newest version that were lost. The trainer calls this
+        method repeatedly while it waits, so the method is cheap if nothing was lost."""
         ...
 
 

@@ -1,12 +1,13 @@
 """Renders messages as text with a tokenizer's chat template.
 
-A message becomes the mapping that templates read. Content is a text. The arguments of a tool call
-are parsed from JSON into a mapping (or stay a text if they are not a JSON object), because most
-templates write JSON themselves. Reasoning is under the keys that the template mentions. Some
+A message becomes the mapping that templates read. Its content is a text. The arguments of a tool
+call are parsed from JSON into a mapping (or stay a text if they are not a JSON object), because
+most templates write JSON themselves. Reasoning is under the keys that the template mentions. Some
 templates need calls in another form (DeepSeek-R1: arguments as a text, calls only if content is
-None). Each template is tried once, see `CallForm`. Content that a template does not render is
-refused, except reasoning, which templates strip from earlier turns. Special tokens that a text
-spells out are cut (message_markers.py): `encode_rendering` makes ids of a rendering.
+None). Each template is tried once to find its `CallForm`. Messages whose content a template does
+not render are refused, except for reasoning, which templates strip from earlier turns. A text that
+spells a special token is cut apart (message_markers.py), so that `encode_rendering` does not encode
+that special token.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from agentevo.types import ImagePart, Message, ToolCall
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
 """The exceptions that a template may raise, since it may do anything with its input."""
-_CALL = "probecall"
-_ARGUMENT = "probeargument"
+_PROBE_CALL = "probecall"
+_PROBE_ARGUMENT = "probeargument"
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,11 @@ class CallForm:
     content: str | None
     """The content for a message that has only calls."""
     arguments_as_text: bool
-    """Whether the arguments are passed as a text."""
+    """Whether the template receives the arguments as a text."""
 
 
-USUAL = CallForm("", arguments_as_text=False)
-"""The usual form. It is also used for conversations without calls."""
+USUAL_FORM = CallForm("", arguments_as_text=False)
+"""The usual form, also for conversations without calls."""
 
 
 def begins_texts_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -68,7 +69,7 @@ def begins_texts_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 class ChatTemplate:
-    """See the module. Raises ModelError for a tokenizer without a chat template."""
+    """Renders conversations. Raises ModelError for a tokenizer without a chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.chat_template:
@@ -87,28 +88,31 @@ class ChatTemplate:
     ) -> str:
         """The conversation's text. With `prompt`, it includes the generation prompt. Raises
         ModelError for messages that the template refuses or does not render."""
-        form = USUAL
+        form = USUAL_FORM
         if any(message.tool_calls for message in messages):
             if isinstance(self.call_form, ModelError):
                 raise self.call_form
 
             form = self.call_form
-            beside_text = any(message.tool_calls and message.text for message in messages)
-            if beside_text and not self._keeps_calls_beside_text:
+            has_content_and_calls = any(message.tool_calls and message.text for message in messages)
+            if has_content_and_calls and not self._renders_calls_with_content:
                 raise ModelError(
                     "the chat template leaves out tool_calls of a message that has content: give "
-                    "a message one of the two, or choose a model whose template renders both"
+                    "a message either content or calls, or choose a model whose template renders "
+                    "both"
                 )
 
-        return self._apply([self._mapping(message, form) for message in messages], prompt, tools)
+        return self._apply(
+            [self._message_mapping(message, form) for message in messages], prompt, tools
+        )
 
-    def in_call_form(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def to_call_form(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Converts mappings in OpenAI's form, whose calls have arguments as mappings, to the form
-        that the template needs. Unchanged if the template does not render calls."""
+        that the template needs. Returns them unchanged if the template does not render calls."""
         form = self.call_form
-        if isinstance(form, ModelError) or form == USUAL:
+        if isinstance(form, ModelError) or form == USUAL_FORM:
             return list(messages)
-        return [_in_form(message, form) for message in messages]
+        return [_to_form(message, form) for message in messages]
 
     @cached_property
     def reasoning_keys(self) -> tuple[str, ...]:
@@ -118,13 +122,13 @@ class ChatTemplate:
 
     @cached_property
     def call_form(self) -> CallForm | ModelError:
-        """The form in which the template needs calls. Raises ModelError if it renders them in none
-        of the known forms."""
+        """The form in which the template needs calls, or a ModelError if the template renders calls
+        in no known form."""
         for as_text in (False, True):
             for content in ("", None):
                 form = CallForm(content, as_text)
-                text = self._with_a_call("", form)
-                if text is not None and repr({"a": _ARGUMENT}) not in text:
+                text = self._render_call("", form)
+                if text is not None and repr({"a": _PROBE_ARGUMENT}) not in text:
                     return form
 
         return ModelError(
@@ -133,21 +137,21 @@ class ChatTemplate:
         )
 
     @cached_property
-    def _keeps_calls_beside_text(self) -> bool:
+    def _renders_calls_with_content(self) -> bool:
         form = self.call_form
-        return isinstance(form, CallForm) and self._with_a_call("probetext", form) is not None
+        return isinstance(form, CallForm) and self._render_call("probetext", form) is not None
 
-    def _with_a_call(self, content: str, form: CallForm) -> str | None:
-        """Renders a conversation with a call. None if the template leaves the call out."""
-        call = ToolCall(_CALL, json.dumps({"a": _ARGUMENT}), "probe0001")
+    def _render_call(self, content: str, form: CallForm) -> str | None:
+        """Renders a conversation with a tool call. None if the template leaves the call out."""
+        call = ToolCall(_PROBE_CALL, json.dumps({"a": _PROBE_ARGUMENT}), "probe0001")
         messages = [Message("user", "q"), Message("assistant", content, (call,))]
         try:
-            mappings = [self._mapping(message, form) for message in messages]
+            mappings = [self._message_mapping(message, form) for message in messages]
             text = self._apply(mappings, False, NO_TOOLS)
         except ModelError:
             return None
 
-        return text if _CALL in text and _ARGUMENT in text else None
+        return text if _PROBE_CALL in text and _PROBE_ARGUMENT in text else None
 
     def check_tools(self, tools: ToolSchemas) -> None:
         """Raises ModelError if the template leaves the tools out."""
@@ -159,12 +163,12 @@ class ChatTemplate:
                 "has a place for them, or describe them in the system message"
             )
 
-    def _mapping(self, message: Message, form: CallForm) -> dict[str, Any]:
-        mapping: dict[str, Any] = {"content": _content(message)}
+    def _message_mapping(self, message: Message, form: CallForm) -> dict[str, Any]:
+        mapping: dict[str, Any] = {"content": _text_content(message)}
         if message.tool_calls:
             mapping["content"] = mapping["content"] or form.content
             mapping["tool_calls"] = [
-                _call(call, form.arguments_as_text) for call in message.tool_calls
+                _call_mapping(call, form.arguments_as_text) for call in message.tool_calls
             ]
 
         if message.tool_call_id is not None:
@@ -176,7 +180,7 @@ class ChatTemplate:
 
         calls = mapping.pop("tool_calls", None)
         mapping = self.markers.cut(mapping, message.role)
-        if calls is not None:  # the template writes their JSON
+        if calls is not None:  # the template itself writes the calls as JSON
             mapping["tool_calls"] = self.markers.cut(calls, "user")
         return {"role": message.role, **mapping}
 
@@ -191,7 +195,7 @@ class ChatTemplate:
             ) from error
 
 
-def _content(message: Message) -> str:
+def _text_content(message: Message) -> str:
     if not isinstance(message.content, str):
         image = next((part for part in message.content if isinstance(part, ImagePart)), None)
         if image is not None:
@@ -203,7 +207,7 @@ def _content(message: Message) -> str:
     return message.text
 
 
-def _call(call: ToolCall, as_text: bool) -> dict[str, Any]:
+def _call_mapping(call: ToolCall, as_text: bool) -> dict[str, Any]:
     try:
         arguments = None if as_text else json.loads(call.arguments or "{}")
     except ValueError:
@@ -219,16 +223,16 @@ def _call(call: ToolCall, as_text: bool) -> dict[str, Any]:
     }
 
 
-def _in_form(message: Mapping[str, Any], form: CallForm) -> Mapping[str, Any]:
+def _to_form(message: Mapping[str, Any], form: CallForm) -> Mapping[str, Any]:
     if not message.get("tool_calls"):
         return message
     calls = message["tool_calls"]
     if form.arguments_as_text:
-        calls = [{**call, "function": _with_text(call["function"])} for call in calls]
+        calls = [{**call, "function": _with_text_arguments(call["function"])} for call in calls]
     return {**message, "content": message["content"] or form.content, "tool_calls": calls}
 
 
-def _with_text(function: Mapping[str, Any]) -> dict[str, Any]:
+def _with_text_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     arguments = function["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {**function, "arguments": text}

@@ -1,8 +1,8 @@
 """The process that renders untrusted chat templates, for template_rendering.py.
 
-A template is a program: it may loop forever, fill the memory or write endless text, in code that a
-thread can't interrupt. A request is {"template", "messages", "tools", "prompt", "special_tokens"},
-and the answer {"text": ...}, or {"problem": ...}.
+A template is a program, which may loop forever, fill the memory or write endless text, in code that
+a thread can't interrupt. A request is {"template", "messages", "tools", "prompt",
+"special_tokens"}, and the answer {"text": ...}, or {"problem": ...}.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from agentevo.runtime.json_worker import serve_requests
 
 MAX_MEMORY = 512 * 2**20
-"""The most address space of the process, in bytes."""
+"""The maximum address space of the process, in bytes."""
 MAX_PROBLEM = 2000
-"""The most characters of a reported problem, because a template may raise any text."""
+"""The maximum number of characters of a reported problem, because a template may raise any text."""
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
         )
     except MemoryError:
         return {"problem": f"it takes more than {MAX_MEMORY // 2**20} MiB of memory"}
-    except Exception as error:  # noqa: BLE001 (a template may do anything with what it meets)
+    except Exception as error:  # noqa: BLE001 (a template may raise anything)
         return {"problem": f"{error or type(error).__name__}"[:MAX_PROBLEM]}
 
     longest = longest_rendering(request)
@@ -53,7 +53,7 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def longest_rendering(request: dict[str, Any]) -> int:
-    """The most characters of a rendering. Templates escape and wrap their input."""
+    """The maximum number of characters of a rendering. Templates escape and wrap their input."""
     input_chars = len(repr(request["messages"])) + len(repr(request["tools"]))
     return len(request["template"]) + 4 * input_chars + 2**16
 

@@ -2,13 +2,13 @@
 training on a GPU.
 
 In addition to its matrix products, a transformers decoder layer reads and writes its hidden states
-some thirty times: norms in float32, rotations, the gate. In a compiled layer, each run of such
-operations is one kernel. The backward pass recomputes their results within its own kernels, so
-fewer tensors are kept. Attention is not compiled: the plan (`attention.py`) computes it between two
+some thirty times: norms in float32, rotations, the gate. In a compiled layer, a sequence of such
+operations is one kernel. The backward pass recomputes the results within its own kernels, so fewer
+tensors stay in memory. Attention is not compiled: the plan (`attention.py`) computes it between two
 compiled parts.
 
-One compilation serves all layers of a kind and any number of tokens. The engine's passes are not
-compiled, because their plans, and so the shapes, change with every step.
+One compilation serves all layers of a type and any number of tokens. The engine's passes are not
+compiled, because their plans and shapes change with every step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CompiledLayer(PackedWeights):
         self.layer = layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the layer's own `forward`."""
+        """Computes the layer's own `forward`, compiled if gradients are possible."""
         forward: Callable[..., Any] = type(self.layer).forward
         if not torch.is_inference_mode_enabled():
             forward = _compile_forward(forward)
@@ -44,9 +44,9 @@ class CompiledLayer(PackedWeights):
 
 def compile_layers(model: PreTrainedModel) -> PreTrainedModel:
     """Replaces the `forward` of every decoder layer of a model after `prepare` by a
-    `CompiledLayer`, in place. Parameters and names stay. Layers with experts are not compiled,
-    because the tokens of an expert depend on data that the compiler can't see. Call this before
-    `keep_activations`."""
+    `CompiledLayer`, in place. Parameters and their names do not change. Layers with experts are not
+    compiled, because the tokens of an expert depend on data that the compiler can't see. Call this
+    before `keep_activations`."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer) and not _has_experts(layer):
             layer.forward = CompiledLayer(layer)

@@ -1,13 +1,13 @@
-"""Determines the longest sequence that a model computes, which may be limited by rotary frequencies
-that depend on the length.
+"""The longest sequence that a model computes. Rotary frequencies that depend on the length can
+limit it.
 
 Two of transformers' types of RoPE choose frequencies by the longest position of a pass: `dynamic`
 beyond `max_position_embeddings`, and `longrope` (Phi-3-128k, Phi-3.5, Phi-4-mini) beyond
 `original_max_position_embeddings`. Beyond that border, a token's frequencies depend on the other
 sequences of the pass. Within one sequence they depend on the length of the answer, so a later pass
-computes other log-probs than the engine. Such a model therefore accepts sequences up to the border,
-where it is exact, and `limit_positions` refuses longer ones. Frequencies that are the same on both
-sides (`short_factor` and `long_factor` alike) have no border.
+computes other log-probs than the engine. Such a model is exact for sequences up to the border, and
+`limit_positions` refuses longer ones. There is no border if the frequencies on both sides are the
+same (equal `short_factor` and `long_factor`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ be far longer than a machine can train on."""
 def context_length(config: PretrainedConfig) -> int:
     """The longest sequence that a model of this config computes, in training and in the engine, in
     tokens."""
-    text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
-    return min([UNLIMITED if limit is None else int(limit), *_borders(text)])
+    text_config = config.get_text_config()
+    limit = getattr(text_config, "max_position_embeddings", None)
+    return min([UNLIMITED if limit is None else int(limit), *_borders(text_config)])
 
 
 def row_limit(context: int, max_tokens: int | None) -> int:
@@ -47,15 +47,16 @@ def row_limit(context: int, max_tokens: int | None) -> int:
 
 
 def length_advice(config: PretrainedConfig) -> str:
-    """Advice if the context is shorter than the model's own. Otherwise an empty text."""
+    """Advice if a border makes the context shorter than `max_position_embeddings`. Otherwise an
+    empty text."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     border = context_length(config)
     if border >= (limit or UNLIMITED):
         return ""
     return (
-        f"beyond {border} tokens its RoPE (longrope) has other frequencies for the whole sequence: "
-        "to train it with one set of frequencies at any length, copy long_factor over "
-        "short_factor (and long_mscale, if it has one) in the RoPE parameters of its config.json"
+        f"beyond {border} tokens the model's RoPE (longrope) has other frequencies for the whole "
+        "sequence: to train with one set of frequencies at any length, copy long_factor over "
+        "short_factor (and long_mscale, if present) in the RoPE parameters of config.json"
     )
 
 
@@ -70,18 +71,19 @@ def limit_positions(model: PreTrainedModel) -> None:
             )
 
 
-def _borders(text: Any) -> Iterator[int]:
-    """The border of each RoPE of the config whose frequencies depend on the length."""
-    parameters = getattr(text, "rope_parameters", None) or {}
+def _borders(text_config: Any) -> Iterator[int]:
+    """The borders of those RoPEs of the config whose frequencies depend on the length."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
     for rope in (parameters, *parameters.values()):
         if not isinstance(rope, dict):
             continue
 
-        kind = str(rope.get("rope_type", ""))
-        if "dynamic" in kind:
-            yield int(text.max_position_embeddings)
-        elif kind == "longrope" and any(
-            rope.get(f"short_{what}") != rope.get(f"long_{what}") for what in ("factor", "mscale")
+        rope_type = str(rope.get("rope_type", ""))
+        if "dynamic" in rope_type:
+            yield int(text_config.max_position_embeddings)
+        elif rope_type == "longrope" and any(
+            rope.get(f"short_{factor}") != rope.get(f"long_{factor}")
+            for factor in ("factor", "mscale")
         ):
             yield int(rope["original_max_position_embeddings"])
 
@@ -91,6 +93,6 @@ def _refuse_beyond(border: int, module: nn.Module, args: tuple[Any, ...], kwargs
     longest = int(positions.max()) + 1
     if longest > border:
         raise ModelError(
-            f"a sequence of {longest} tokens is longer than the {border} up to which this model's "
-            f"RoPE ({module.rope_type}) gives every sequence its own frequencies: shorten it"
+            f"a sequence has {longest} tokens, but beyond {border} the frequencies of this model's "
+            f"RoPE ({module.rope_type}) depend on other sequences: shorten the sequence"
         )

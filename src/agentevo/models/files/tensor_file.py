@@ -1,9 +1,9 @@
-"""Writes safetensors files tensor by tensor, so that at most one tensor is in memory. Dtype and
-shape of each tensor are known beforehand. So the header, which has the position of each tensor, is
-written first, and the tensors may follow in any order.
+"""Writes safetensors files tensor by tensor, so that at most one tensor is in memory. The caller
+specifies the dtype and shape of each tensor beforehand. The header, which has the position of each
+tensor, is therefore written first, and the tensors may follow in any order.
 
 The format: https://github.com/huggingface/safetensors (8 bytes of length, a JSON header, tensors
-without gaps; those of wider elements first, so that all are aligned).
+without gaps; tensors with wider elements first, so that all are aligned).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from agentevo.models.compute.parts import Spec
 
-_NAMES = {
+_DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -35,19 +35,19 @@ _NAMES = {
 
 
 class TensorFile:
-    """One file, while it is open. Raises OSError if it can't be written."""
+    """A safetensors file that is being written. Raises OSError if the file can't be written."""
 
     def __init__(self, file: BinaryIO, specs: Mapping[str, Spec]) -> None:
         """Writes the header. `specs`: all tensors of the file. The caller has to close the file."""
         self._specs = specs
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        self._places: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
         end = 0
         for name in sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name)):
             spec = specs[name]
-            self._places[name] = end
+            self._offsets[name] = end
             entries[name] = {
-                "dtype": _NAMES[spec.dtype],
+                "dtype": _DTYPE_NAMES[spec.dtype],
                 "shape": list(spec.shape),
                 "data_offsets": [end, end + spec.num_bytes],
             }
@@ -55,7 +55,7 @@ class TensorFile:
 
         header = json.dumps(entries, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
-        self._begin = 8 + len(header)
+        self._data_start = 8 + len(header)
         self._file = file
         file.write(len(header).to_bytes(8, "little") + header)
 
@@ -67,12 +67,12 @@ class TensorFile:
                 f"{name}: {tensor.dtype} {tuple(tensor.shape)}, not {spec.dtype} {spec.shape}"
             )
 
-        self._file.seek(self._begin + self._places[name])
+        self._file.seek(self._data_start + self._offsets[name])
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         self._file.write(flat.numpy().data)
 
-    def take(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Writes all tensors of the file. They are the next ones of `tensors`."""
+    def add_all(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Writes all tensors of the file, which are the next items of `tensors`."""
         for _ in self._specs:
             name, tensor = next(tensors)
             self.add(name, tensor)
@@ -85,22 +85,22 @@ def write_files(
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
     """Writes files (name -> specs of its tensors) one after the other. `tensors` yields the tensors
-    in this order, and each is freed before the next. Raises OSError."""
-    coming = iter(tensors)
+    in this order. Each tensor is freed before the next. Raises OSError."""
+    remaining = iter(tensors)
     for name, specs in files.items():
         with (folder / name).open("wb") as file:
-            TensorFile(file, specs).take(coming)
-    for name, _ in coming:
-        raise ValueError(f"{name} belongs in no file")
+            TensorFile(file, specs).add_all(remaining)
+    for name, _ in remaining:
+        raise ValueError(f"{name} belongs to no file")
 
 
-def split_files(stem: str, specs: Mapping[str, Spec], most: int) -> dict[str, dict[str, Spec]]:
+def split_files(stem: str, specs: Mapping[str, Spec], max_bytes: int) -> dict[str, dict[str, Spec]]:
     """Splits tensors into files, in the order of `specs`: name of a file -> specs of its tensors. A
-    file has at most `most_bytes`, unless a single tensor is larger."""
+    file has at most `max_bytes`, unless a single tensor is larger."""
     groups: list[dict[str, Spec]] = [{}]
     size = 0
     for name, spec in specs.items():
-        if groups[-1] and size + spec.num_bytes > most:
+        if groups[-1] and size + spec.num_bytes > max_bytes:
             groups.append({})
             size = 0
         groups[-1][name] = spec
@@ -110,7 +110,7 @@ def split_files(stem: str, specs: Mapping[str, Spec], most: int) -> dict[str, di
 
 
 def file_names(stem: str, count: int) -> list[str]:
-    """The file names of a model, or of weights, that are split into this number of files."""
+    """The names of `count` files with the weights of one model."""
     if count == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]

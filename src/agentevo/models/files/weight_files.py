@@ -1,6 +1,6 @@
 """Checks whether the files of a saved model's weights can be read: each file that loading opens
-must exist and have the length in its header. No weight is read, so changed weights are not
-detected. Digests of a checkpoint are compared instead (checkpoint_manifest.py)."""
+must exist and have the length in its header. No weight is read, so this check does
+not detect changed weights. The digests of a checkpoint do (checkpoint_manifest.py)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from agentevo.models.checkpoint_manifest import verify_model
 from agentevo.runtime.parsing import read_json_object
 
 INDEX = "model.safetensors.index.json"
-WHOLE = ("model.safetensors", "adapter_model.safetensors")
+SINGLE_FILES = ("model.safetensors", "adapter_model.safetensors")
 """The files that may hold all weights of a model or an adapter."""
-QUICK_BYTES = 2**29
-"""Files of this size in bytes are hashed within a second or two."""
+MAX_HASHED_BYTES = 2**29
+"""The size in bytes of files that are hashed within a second or two."""
 
 
 def check_saved_model(key: str, folder: Path) -> str:
-    """Checks a saved model without loading it. Returns a note if its weights are too large to
-    compare with their digests here, otherwise an empty text. `key`: the model's name in messages.
-    Raises ModelError and TornError, naming the file, as loading does."""
-    compared = verify_model(folder, most_bytes=QUICK_BYTES)
+    """Checks a saved model without loading it. Returns a note if the weights are too large to
+    compare with their digests now, otherwise an empty text. `key`: the model's name in messages.
+    Raises the ModelError or TornError that loading would raise."""
+    is_compared = verify_model(folder, most_bytes=MAX_HASHED_BYTES)
     check_weight_files(key, folder)
-    if compared:
+    if is_compared:
         return ""
     return (
         f"{key}: its weights were not compared with their digests, which takes longer than a dry "
@@ -43,13 +43,14 @@ def check_weight_files(key: str, folder: Path) -> None:
         except (SafetensorError, OSError) as error:
             problem = str(error) if path.is_file() else "it is missing"
             raise ModelError(
-                f"{key}: the weights in {path} can't be read ({problem}): save or fetch it again"
+                f"{key}: the weights in {path} can't be read ({problem}): save or fetch the model "
+                "again"
             ) from error
 
 
 def _list_weight_files(key: str, folder: Path) -> Iterator[Path]:
     """The safetensors files that loading opens."""
-    single_files = [folder / name for name in WHOLE if (folder / name).is_file()]
+    single_files = [folder / name for name in SINGLE_FILES if (folder / name).is_file()]
     yield from single_files
     if single_files or not (folder / INDEX).is_file():
         return
@@ -57,9 +58,11 @@ def _list_weight_files(key: str, folder: Path) -> Iterator[Path]:
     try:
         shards = read_json_object(folder / INDEX).get("weight_map")
     except ConfigError as error:
-        raise ModelError(f"{key}: {error}: save or fetch it again") from error
+        raise ModelError(f"{key}: {error}: save or fetch the model again") from error
     if not isinstance(shards, dict):
-        raise ModelError(f"{key}: {folder / INDEX} has no weight_map: save or fetch it again")
+        raise ModelError(
+            f"{key}: {folder / INDEX} has no weight_map: save or fetch the model again"
+        )
 
     for name in sorted({str(shard) for shard in shards.values()}):
         yield folder / name

@@ -33,18 +33,18 @@ from agentevo.models.tool_calls.text import CallText, Wait, marks
 
 @dataclass(frozen=True, kw_only=True)
 class NamedCalls:
-    """A notation: `begin`, head, arguments, `end`."""
+    """A notation of calls. A call is `begin`, a head, the arguments as JSON, and `end`."""
 
     begin: str
     end: str = ""
     sections: tuple[str, ...] = ()
-    """Marks around a group of calls. They are skipped."""
+    """Marks around a group of calls, which are skipped."""
     head: str
     """A regular expression for the text before the arguments, without white space at its ends. Its
     group is the tool's name."""
     before_arguments: tuple[str, ...]
     """Optional marks between the head and the arguments, in this order."""
-    behind_arguments: tuple[str, ...] = ()
+    after_arguments: tuple[str, ...] = ()
     has_objects: bool = False
     """Whether objects with name and arguments may also follow `begin`."""
 
@@ -78,7 +78,7 @@ class NamedCalls:
             yield from text.take_any(mark)
 
         yield from read_arguments(text, call)
-        for mark in self.behind_arguments:
+        for mark in self.after_arguments:
             yield from text.take_any(mark)
         if ends:
             yield from read_end(text, ends, begins)
@@ -96,7 +96,7 @@ DEEPSEEK = NamedCalls(
     sections=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     head=r"(?:function\s*<｜tool▁sep｜>)?([^｜]+)(?:<｜tool▁sep｜>)?",
     before_arguments=(FENCE, "json"),
-    behind_arguments=(FENCE,),
+    after_arguments=(FENCE,),
 )
 KIMI = NamedCalls(
     begin="<|tool_call_begin|>",

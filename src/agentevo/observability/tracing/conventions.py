@@ -66,7 +66,7 @@ PROMPT_TEXT: Final = "agentevo.prompt.text"
 """The prompt's tokens as a text (token2text)."""
 COMPLETION_TEXT: Final = "agentevo.completion.text"
 OWN: Final = "agentevo."
-"""The prefix of a fact of a call that has no name in the conventions."""
+"""The prefix of attributes that the conventions do not define."""
 
 # Environment variables with the same meaning as AgentEvo's keys
 ENV_CONTENTS: Final = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"

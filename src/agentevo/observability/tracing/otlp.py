@@ -2,8 +2,8 @@
 line of a file is a request in OTLP's JSON
 (https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/).
 
-The SDK reads all settings that the recipe lacks from OTEL_EXPORTER_OTLP_*. Files are only appended
-to. If the process is killed, the last line may be incomplete.
+The SDK reads all settings that the recipe lacks from OTEL_EXPORTER_OTLP_*. A file only grows. If
+the process is killed, the last line may be incomplete.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MAX_ANSWER_BYTES = 65536
 def collector_exporter(
     endpoint: str | None, headers: Mapping[str, str] | None = None
 ) -> OTLPSpanExporter:
-    """Sends spans to a collector. `endpoint` is its base URL or the whole URL. Without an endpoint,
-    the environment names it. Raises ConfigError, see `check_collector`."""
+    """Sends spans to a collector. `endpoint` is the collector's base URL or the whole URL; None:
+    the environment variables name the collector. Raises ConfigError, see `check_collector`."""
     check_collector(endpoint)
     if endpoint is not None and not endpoint.rstrip("/").endswith(PATH):
         endpoint = endpoint.rstrip("/") + PATH
@@ -66,7 +66,7 @@ def check_collector(endpoint: str | None) -> None:
 
 
 def _variable(name: str) -> str:
-    """The environment's value for traces, or for all signals."""
+    """The variable's value for traces, else its value for all signals, else an empty text."""
     general = os.environ.get(f"OTEL_EXPORTER_OTLP_{name}")
     return (os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or general or "").strip()
 
@@ -84,7 +84,7 @@ def _bounded_session() -> requests.Session:
 
     def read_head(answer: requests.Response, *_: Any, **__: Any) -> None:
         answer.raw.read(MAX_ANSWER_BYTES)
-        answer.close()  # keeps the connection if the whole answer was read
+        answer.close()  # the session reuses the connection only if the whole answer was read
 
     session = requests.Session()
     session.stream = True
@@ -113,8 +113,8 @@ class JsonLines(SpanExporter):
 def request_json(spans: Sequence[ReadableSpan]) -> bytes:
     """An ExportTraceServiceRequest of spans that have the same resource and scope.
 
-    It is built without the SDK's encoder. protobuf's own JSON of its message takes nine times as
-    long, in a process that trains, and has ids in base64 where OTLP requires hexadecimal.
+    This function replaces the SDK's encoder. protobuf's JSON of the same message takes nine times
+    as long, and has ids in base64, although OTLP requires hexadecimal.
     """
     resource = spans[0].resource
     scope = spans[0].instrumentation_scope
@@ -174,7 +174,7 @@ def _attributes(attributes: Attributes) -> list[dict[str, Any]]:
 
 
 def _value(value: Any) -> dict[str, Any]:
-    """OTLP's AnyValue. Its integers are texts."""
+    """The value as OTLP's AnyValue, whose integers are texts."""
     match value:
         case str():
             return {"stringValue": value}

@@ -1,5 +1,5 @@
-"""Opens the tracer that a recipe's section `tracing` and OpenTelemetry's variables describe, if
-there is one.
+"""Opens the tracer that a recipe's section `tracing` and OpenTelemetry's environment variables
+describe.
 
 The OpenTelemetry SDK is an extra, so modules that import it are imported only when they are
 needed."""
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from agentevo.observability.tracing.tracer import TraceLimits, Tracer
 
 FOLDER = "tracing"
-"""The folder inside the run's folder with the run's id, and the files of
+"""The subfolder of the run's folder for the run's trace id and for the files of
 `tracing.backend=jsonl`."""
-LENGTH = 16384
-QUEUE = 4096
-BATCH = 512
+DEFAULT_MAX_LENGTH = 16384
+DEFAULT_QUEUE = 4096
+DEFAULT_BATCH = 512
 FILE_DELAY_MS = 1000
-"""The longest wait of a span in milliseconds before it is written to a file, which is cheap."""
-DELAY_MS = 5000
-"""The longest wait in milliseconds before a request: OpenTelemetry's default, because each request
-costs milliseconds."""
+"""The longest time in milliseconds until a span is written to a file. A write is cheap."""
+REQUEST_DELAY_MS = 5000
+"""The longest time in milliseconds until a span is sent in a request, which costs milliseconds. The
+value is OpenTelemetry's default."""
 _UNSAFE = re.compile(r"[^\w.-]")
-_TRUE = ("true", "1", "yes", "on", "span_only", "span_and_event", "event_only")
-"""Values of the variable for contents, in all spellings that instrumentations use."""
+_TRUE_VALUES = ("true", "1", "yes", "on", "span_only", "span_and_event", "event_only")
+"""Texts that switch an environment variable on, in all spellings that instrumentations use."""
 
 
 class NamedSection(Protocol):
@@ -72,7 +72,8 @@ def open_tracing(
     is_remote: bool,
 ) -> AbstractAsyncContextManager[Tracer | None]:
     """A tracer for this process, for an `async with`. None if the run is not traced. `process`: the
-    process's name in the name of its file. `is_remote`: whether the engine is another process.
+    name of this process, for the name of its file. `is_remote`: whether the engine is another
+    process.
 
     The run's folder must exist. Raises ConfigError, MissingExtraError and DiskError.
     """
@@ -85,11 +86,11 @@ def open_tracing(
     from agentevo.observability.tracing.tracer import Tracer
 
     run_id = run_id_of(config.run_dir)
-    contents = contents_of(section)
+    contents = includes_contents(section)
     run = RunFacts(config.run.name, run_id, config.model.name, is_remote)
     return Tracer(
         lambda: _exporter(config, process),
-        Spans(run, SpanTexts(length_of(section)), run_resource(), contents=contents),
+        Spans(run, SpanTexts(max_length_of(section)), run_resource(), contents=contents),
         run_id=run_id,
         share=section.share,
         contents=contents,
@@ -104,7 +105,7 @@ def check_tracing(config: TracedRun) -> None:
     """Raises MissingExtraError and ConfigError for a tracer that can't be created, before anything
     is created."""
     section = config.tracing
-    length_of(section)
+    max_length_of(section)
     if _is_off(section):
         return
 
@@ -142,17 +143,20 @@ def run_id_of(run_dir: Path) -> str:
         raise DiskError(f"tracing: {path} can't be written: {error}") from error
 
 
-def contents_of(section: TracingSection) -> bool:
+def includes_contents(section: TracingSection) -> bool:
     """Whether spans contain messages."""
     setting = section.contents
     return _is_true(os.environ.get(names.ENV_CONTENTS, "")) if setting is None else setting
 
 
-def length_of(section: TracingSection) -> int:
+def max_length_of(section: TracingSection) -> int:
     """The maximum number of characters of an attribute's text. Raises ConfigError."""
     if section.max_length is not None:
         return section.max_length
-    return next((n for name in names.ENV_LENGTHS if (n := _number(name)) is not None), LENGTH)
+    return next(
+        (n for name in names.ENV_LENGTHS if (n := _number_from_environment(name)) is not None),
+        DEFAULT_MAX_LENGTH,
+    )
 
 
 def _exporter(config: TracedRun, process: str) -> SpanExporter:
@@ -187,14 +191,14 @@ def _mlflow_uri(config: TracedRun) -> str:
 def _limits(section: TracingSection) -> TraceLimits:
     from agentevo.observability.tracing.tracer import TraceLimits
 
-    queue = section.max_queue or _number(names.ENV_QUEUE) or QUEUE
-    batch = _number(names.ENV_BATCH) or BATCH
-    delay_ms = FILE_DELAY_MS if section.backend == "jsonl" else DELAY_MS
-    delay_ms = _number(names.ENV_DELAY_MS) or delay_ms
+    queue = section.max_queue or _number_from_environment(names.ENV_QUEUE) or DEFAULT_QUEUE
+    batch = _number_from_environment(names.ENV_BATCH) or DEFAULT_BATCH
+    delay_ms = FILE_DELAY_MS if section.backend == "jsonl" else REQUEST_DELAY_MS
+    delay_ms = _number_from_environment(names.ENV_DELAY_MS) or delay_ms
     return TraceLimits(queue=queue, batch=batch, delay_s=delay_ms / 1000)
 
 
-def _number(name: str) -> int | None:
+def _number_from_environment(name: str) -> int | None:
     """A number in an environment variable. Raises ConfigError for any other text."""
     text = os.environ.get(name, "").strip()
     if not text:
@@ -205,4 +209,4 @@ def _number(name: str) -> int | None:
 
 
 def _is_true(text: str) -> bool:
-    return text.strip().lower() in _TRUE
+    return text.strip().lower() in _TRUE_VALUES

@@ -1,13 +1,14 @@
-"""Makes spans of a process's calls and exports them, with the OpenTelemetry SDK's batch processor,
-in the processor's thread.
+"""Creates spans of a process's calls and exports them, with the OpenTelemetry SDK's batch
+processor, in the processor's thread.
 
-    async with tracer:                  the exporter is made; the thread begins, and ends
-        tracer.end_span(call)              from the event loop: puts the call into the queue
+    async with tracer:             creates the exporter; starts the thread, and ends it
+        tracer.end_span(call)      puts the call into the queue, from the event loop
 
 The attempts never wait for the exporter. If the queue is full, the oldest calls are dropped. The
-thread makes the span, shortens its texts and removes secrets from them. Spans that an exporter
-refuses, after its own retries, are lost. At the end, the tracer waits `flush_s` seconds for the
-remaining spans. Lost spans are counted, and reported at the first loss and at the end.
+thread creates the span, shortens its texts and removes secrets from the texts. Spans that an
+exporter refuses, after its own retries, are lost. At the end, the tracer waits `flush_s` seconds
+for the remaining spans. The tracer reports the number of lost spans at the first loss and at the
+end.
 
 A killed process may lose spans. A span may be exported twice if the exporter did not receive the
 confirmation in time.
@@ -31,17 +32,16 @@ from agentevo.store.call_log import RunningCall
 from agentevo.store.trace_context import AttemptTrace, trace_of
 
 FLUSH_S = 30.0
-"""The time in seconds that the end of a run waits for an exporter that still accepts spans."""
+"""The longest time in seconds that the end of a run waits for the exporter."""
 EXPORT_CHARS = 2**22
-"""The number of characters of the spans that are exported together, because collectors refuse
-larger requests."""
+"""The maximum number of characters in one export, because collectors refuse larger requests."""
 _SAMPLED = SpanContext(1, 1, False, TraceFlags(TraceFlags.SAMPLED))
 """The context of every waiting call, because the processor accepts only sampled spans."""
 _NO_RESOURCE = Resource({})
 
 
 class TraceLimits:
-    """How many spans wait, and how long."""
+    """The limits of the processor's queue."""
 
     def __init__(self, *, queue: int = 4096, batch: int = 512, delay_s: float = 1.0) -> None:
         """At most `queue` spans wait. Up to `batch` of them are exported together, at the latest
@@ -52,7 +52,7 @@ class TraceLimits:
 
 
 class WaitingCall(ReadableSpan):
-    """A call in the processor's queue whose span is not made yet."""
+    """A call in the processor's queue whose span does not exist yet."""
 
     def __init__(self, call: RunningCall) -> None:
         super().__init__(call.name, context=_SAMPLED, resource=_NO_RESOURCE)
@@ -60,14 +60,14 @@ class WaitingCall(ReadableSpan):
 
 
 class CallExporter(SpanExporter):
-    """Makes the spans of the waiting calls, and passes them to an exporter, which can be slow and
-    raise any error. Only one thread may use it."""
+    """Creates the spans of waiting calls, and passes them to an exporter, which may be slow and
+    raise any error. Only one thread may use this object."""
 
     def __init__(self, exporter: SpanExporter, spans: Spans, warning: FirstWarning) -> None:
         self.num_exported = 0
         self.is_ending = False
-        """Whether the exporter is no longer used, because it failed twice in a row."""
-        self.is_given_up = False
+        self.has_given_up = False
+        """Whether the exporter is no longer used, because it failed twice in a row at the end."""
         self._exporter = exporter
         self._spans = spans
         self._warning = warning
@@ -78,11 +78,11 @@ class CallExporter(SpanExporter):
         """See SpanExporter. Exports in pieces of about EXPORT_CHARS characters each."""
         piece = list[ReadableSpan]()
         size = 0
-        for waiting in spans:
-            assert isinstance(waiting, WaitingCall)
+        for waiting_call in spans:
+            assert isinstance(waiting_call, WaitingCall)
             try:
-                span = self._span(waiting.call)
-            except Exception as error:  # noqa: BLE001 (a bug of ours costs only that span)
+                span = self._span(waiting_call.call)
+            except Exception as error:  # noqa: BLE001 (a defect of AgentEvo costs only that span)
                 self._warning.warn(error)
                 continue
 
@@ -104,7 +104,7 @@ class CallExporter(SpanExporter):
         self._exporter.shutdown()
 
     def _deliver(self, piece: Sequence[ReadableSpan]) -> None:
-        if self.is_given_up:
+        if self.has_given_up:
             return
 
         try:
@@ -119,23 +119,25 @@ class CallExporter(SpanExporter):
             return
 
         self._num_failures += 1
-        self.is_given_up = self.is_ending and self._num_failures > 1
+        self.has_given_up = self.is_ending and self._num_failures > 1
 
     def _span(self, call: RunningCall) -> ReadableSpan:
         trace = call.calls.trace
         assert trace is not None
 
         record = call.record(call.calls.recorder)
-        around = None
+        outer_place = None
         if record.parent is None and call.outer is not None:
-            around = call.outer.place
+            outer_place = call.outer.place
 
         return self._spans.of(
             record,
             trace,
             traced_message=call.traced_message,
             asker=call.asker,
-            around=around.span_id if around and around.trace_id == trace.trace_id else None,
+            around=outer_place.span_id
+            if outer_place and outer_place.trace_id == trace.trace_id
+            else None,
         )
 
 
@@ -155,8 +157,8 @@ class Tracer:
         flush_s: float = FLUSH_S,
         notify: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`notify` receives a line about spans that are not exported. `share`: the share of
-        attempts that are traced."""
+        """`notify` receives a line about spans that are not exported. `share`: the fraction
+        of attempts that are traced."""
         self.contents = contents
         self.token2text = token2text
         self._make_exporter = make_exporter
@@ -219,23 +221,25 @@ class Tracer:
         ending = threading.Thread(target=self._end, name="agentevo-tracing-end", daemon=True)
         ending.start()
         ending.join(self._flush_s)
-        why = (
+        reason = (
             self._warning.problem
-            or "spans came faster than the exporter sent them (tracing.max_queue)"
+            or "calls ended faster than the exporter sent their spans (tracing.max_queue)"
         )
         if ending.is_alive():
-            self._exporter.is_given_up = True
+            self._exporter.has_given_up = True
             self._warning.mute()
-            why = self._warning.problem or f"the exporter did not finish within {self._flush_s:g} s"
+            reason = (
+                self._warning.problem or f"the exporter did not finish within {self._flush_s:g} s"
+            )
 
         exported = self.num_exported
         if num_lost := self.num_lost:
-            self._notify(f"tracing: {num_lost} spans were not exported, {exported} were: {why}")
+            self._notify(f"tracing: {num_lost} spans were not exported, {exported} were: {reason}")
         elif exported:
             self._notify(f"tracing: {exported} spans were exported")
 
     def _end(self) -> None:
-        # The processor's shutdown waits at most 30 s for the rest, so the flush comes first.
+        # The processor's shutdown waits at most 30 s for the remaining spans, so flush them before.
         self._processor.force_flush()
         self._processor.shutdown()
         self._warning.close()

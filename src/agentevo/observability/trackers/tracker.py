@@ -2,9 +2,10 @@
 
     begin(run) ─► log(row) ... ─► figure, artifact ... ─► end(state, summary)
 
-An object serves a single run. One thread calls all its methods, one after the other (delivery.py).
-They can block and raise errors: that costs a warning and the row. Rows come in rising order of
-steps, each step once, and only steps that the run can't undo.
+A tracker object serves one run. One thread calls all its methods, one after the other
+(delivery.py). Methods may block. If a method raises an error, the run prints a warning and loses
+the row. Rows arrive in rising order of steps, each step once, and only after the step can't be
+undone.
 
 Another package lists its class under the entry-point group `agentevo.trackers`. A class in a user's
 own module is registered by `@agentevo.tracker(NAME)`.
@@ -25,7 +26,7 @@ from agentevo.errors import MissingExtraError
 from agentevo.runtime.registry import Registry
 
 State = Literal["finished", "stopped", "failed"]
-"""How a run ended: to its last step, by a signal, by an error."""
+"""How a run ended: `finished` after its last step, `stopped` by a signal, `failed` by an error."""
 
 
 class TrackerConfig(pydantic.BaseModel):
@@ -69,13 +70,13 @@ class TrackedTable(msgspec.Struct, frozen=True):
 
 
 class TrackedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """All numbers and tables of a step."""
+    """All metrics and tables of a step."""
 
     step: int
     time: float
     """Unix seconds."""
     metrics: Mapping[str, float]
-    """By verl's names. A number may be NaN or infinite."""
+    """verl's name of a metric -> value, which may be NaN or infinite."""
     tables: Sequence[TrackedTable] = ()
 
 
@@ -89,20 +90,20 @@ class TrackingBegun(msgspec.Struct, frozen=True):
 
 
 class Tracker(ABC):
-    """The base of every tracker. `Class(config)` creates a tracker for a run, without any effect
-    yet."""
+    """The base of every tracker. `Class(config)` creates a tracker for a run, and does nothing
+    else."""
 
     Config: ClassVar[type[TrackerConfig]] = TrackerConfig
     packages: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """(imported module, package name for pip) pairs."""
+    """Pairs of a module to import and the name of its package for pip."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
     @classmethod
     def check(cls, config: Any) -> None:
-        """Refuses invalid settings without using the network. Called before a run creates
-        anything. Raises MissingExtraError or ConfigError."""
+        """Refuses invalid settings without using the network. A run calls this method before it
+        creates anything. Raises MissingExtraError or ConfigError."""
         for module, package in cls.packages:
             if importlib.util.find_spec(module) is None:
                 raise MissingExtraError(
@@ -119,10 +120,10 @@ class Tracker(ABC):
         """Logs a step."""
 
     def figure(self, name: str, path: Path) -> None:  # noqa: B027
-        """Receives a picture at the run's end, as a PNG file. Default: it is not shown."""
+        """Receives a picture at the run's end, as a PNG file. Default: ignores it."""
 
     def artifact(self, name: str, path: Path) -> None:  # noqa: B027
-        """Receives a file or a folder that belongs to the run. Default: it is not kept."""
+        """Receives a file or a folder that belongs to the run. Default: ignores it."""
 
     @abstractmethod
     def end(self, state: State, summary: Mapping[str, Any]) -> None:
@@ -141,7 +142,7 @@ trackers: Registry[type[Tracker]] = Registry(
         "trackio": f"{_HERE}.trackio:Trackio",
     },
 )
-"""Maps a name to a class."""
+"""Maps the name of a tracker to its class."""
 
 
 def tracker(name: str) -> Callable[[T], T]:
@@ -151,7 +152,7 @@ def tracker(name: str) -> Callable[[T], T]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A configuration with dotted keys. Lists stay values."""
+    """A configuration as one mapping with dotted keys. Lists are not flattened."""
     flat_values: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:

@@ -28,9 +28,9 @@ from agentevo.runs.doctor import checks
 from agentevo.runs.doctor import group_checks as measure
 from agentevo.runs.doctor.checks import Check
 from agentevo.runs.doctor.memory_measures import list_measures, weigh_measures
-from agentevo.runs.doctor.services import check_services, is_refused
+from agentevo.runs.doctor.services import check_services, has_problem
 from agentevo.runs.doctor.store_check import check_store_server
-from agentevo.runs.doctor.unloaded_policy import needs_of_changed
+from agentevo.runs.doctor.unloaded_policy import variant_needs
 from agentevo.runs.orchestration.agent_policies import players
 from agentevo.runs.orchestration.components import Components, check_memory, open_components
 from agentevo.runs.orchestration.players import check_named, find_agent
@@ -45,7 +45,7 @@ def check_recipe(config: RunConfig, checkpoint: Path | None = None) -> list[Chec
     the first training task with the recipe's settings. Raises like `train` for a model that can't
     be loaded."""
     services = [*check_services(config), *check_store_server(config)]
-    if is_refused(services):
+    if has_problem(services):
         advice = "fix these servers first"
         return [*services, Check("attempts", "wrong", "not played without these servers", advice)]
     check_named(config)
@@ -245,7 +245,7 @@ def _judge_sizes(parts: Components, attempts_with_turns: list[Trajectory]) -> li
             device=parts.model.device,
         )
 
-    needs_in_all = needs_of_changed(config, parts.model, needs)
+    needs_in_all = variant_needs(config, parts.model, needs)
     needed = needs(config, parts.model)
     free = measure.free_bytes(parts.model.device)
     list_for = partial(list_measures, on_cpu=not on_gpu)

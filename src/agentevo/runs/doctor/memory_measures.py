@@ -11,16 +11,17 @@ from agentevo.config import RunConfig
 
 RANK = 16
 """The rank of the proposed adapters."""
-MOST_TOGETHER = 3
-"""The most measures that are proposed together."""
+MAX_COMBINED = 3
+"""The maximum number of measures that are proposed together."""
 
 Measures = Mapping[str, RunConfig]
-"""As `list_measures` gives them."""
+"""Maps a measure, as overrides separated by blanks, to the recipe with that measure."""
 T = TypeVar("T")
 
 
 def remember_by_model(make: Callable[[RunConfig], T]) -> Callable[[RunConfig], T]:
-    """`make`, which reads nothing of a recipe but its model, called once for each."""
+    """A function that calls `make` once for each model, because `make` reads only the model of a
+    recipe."""
     results: dict[str, T] = {}
 
     def make_once(config: RunConfig) -> T:
@@ -35,9 +36,9 @@ def remember_by_model(make: Callable[[RunConfig], T]) -> Callable[[RunConfig], T
 def list_measures(
     config: RunConfig, on_cpu: bool, section: Literal["trainer", "sft"] = "trainer"
 ) -> dict[str, RunConfig]:
-    """Changes that save memory and are not made yet, the cheapest first: overrides, separated by
-    blanks -> the recipe with them (and, where a change is one of degree, with less and less).
-    `section`: the one that trains; `sft` has neither engine nor critic."""
+    """Measures that save memory and that the recipe does not have yet, the cheapest first. A change
+    of degree is listed several times, with smaller and smaller values. `section`: the section that
+    trains; `sft` has neither engine nor critic."""
     memory = config.memory
     changed = {}
     tokens = getattr(config, section).micro_batch_tokens
@@ -83,7 +84,7 @@ def list_measures(
 
 
 def kind_of(change: str) -> str:
-    """The keys of a change, without their values."""
+    """The keys of a measure, without their values."""
     return " ".join(word.partition("=")[0] for word in change.split())
 
 
@@ -93,14 +94,14 @@ def weigh_measures(
     needs: Callable[[RunConfig], float],
     room: float,
 ) -> tuple[dict[str, float], tuple[str, float] | None]:
-    """The bytes that a recipe needs with each single measure, and `find_combination` if none is
-    enough. Both are empty for a recipe that needs no measure."""
+    """The bytes that a recipe needs with each single measure, and the result of `find_combination`
+    if no single measure is enough. Empty and None for a recipe that needs no measure."""
     if needs(config) <= room:
         return {}, None
 
-    turned = {change: needs(changed) for change, changed in list_for(config).items()}
-    is_enough = any(needed <= room for needed in turned.values())
-    return turned, None if is_enough else find_combination(config, list_for, needs, room)
+    needs_by_change = {change: needs(changed) for change, changed in list_for(config).items()}
+    is_enough = any(needed <= room for needed in needs_by_change.values())
+    return needs_by_change, None if is_enough else find_combination(config, list_for, needs, room)
 
 
 def find_combination(
@@ -109,19 +110,19 @@ def find_combination(
     needs: Callable[[RunConfig], float],
     room: float,
 ) -> tuple[str, float] | None:
-    """The cheapest two or three measures that together need no more than `room` bytes, and what
-    they need; None if none do. The cost of several is the sum of the places of their kinds in the
-    list, which begins with the cheapest. `list_for`: the measures that a recipe does not have
-    yet."""
+    """The cheapest two or three measures with which the recipe needs at most `room` bytes, and the
+    bytes that it then needs. None if there are no such measures. The cost of a measure is the rank
+    of its kind in the list, which begins with the cheapest. `list_for`: returns the measures that a
+    recipe does not have yet."""
     kinds = list(dict.fromkeys(map(kind_of, list_for(config))))
-    cost = {kind: place for place, kind in enumerate(kinds, start=1)}
+    cost = {kind: rank for rank, kind in enumerate(kinds, start=1)}
 
-    several = [
+    combinations = [
         (sum(cost[kind_of(change)] for change in changes), " ".join(changes), changed)
         for changes, changed in _combine(config, list_for, cost)
         if len(changes) > 1
     ]
-    for _, change, changed in sorted(several, key=lambda entry: entry[0]):
+    for _, change, changed in sorted(combinations, key=lambda entry: entry[0]):
         needed = needs(changed)
         if needed <= room:
             return change, needed
@@ -135,31 +136,32 @@ def _combine(
     cost: Mapping[str, int],
     taken: tuple[str, ...] = (),
 ) -> Iterator[tuple[tuple[str, ...], RunConfig]]:
-    """Every choice of changes of different kinds, in the order of the kinds, with the recipe that
-    has them: each is one that the recipe with those before it can still take."""
+    """Combinations of measures of different kinds, in the order of their costs, each with the
+    recipe that has them. `list_for` lists a measure again only if it fits the measures before
+    it."""
     last = cost[kind_of(taken[-1])] if taken else 0
     for change, changed in list_for(config).items():
         if cost.get(kind_of(change), 0) > last:
             yield (*taken, change), changed
-            if len(taken) + 1 < MOST_TOGETHER:
+            if len(taken) + 1 < MAX_COMBINED:
                 yield from _combine(changed, list_for, cost, (*taken, change))
 
 
 def _list_adapters(config: RunConfig) -> dict[str, RunConfig]:
-    """LoRA, and LoRA over a base of 4 bits, if PEFT is installed and the recipe allows it."""
-    is_refused = config.model.name == "tiny" or config.trainer.parallel.pipeline > 1
-    if find_spec("peft") is None or is_refused:
+    """LoRA, and LoRA on a base model in 4 bits, if PEFT is installed and the recipe allows it."""
+    is_unsupported = config.model.name == "tiny" or config.trainer.parallel.pipeline > 1
+    if find_spec("peft") is None or is_unsupported:
         return {}
 
     lora = config.model.lora
-    four = "model.lora.quantize=4bit"
+    quantize_4bit = "model.lora.quantize=4bit"
     if lora.enabled:
-        is_whole = lora.quantize == "none"
-        return {four: _change_lora(config, quantize="4bit")} if is_whole else {}
+        is_unquantized = lora.quantize == "none"
+        return {quantize_4bit: _change_lora(config, quantize="4bit")} if is_unquantized else {}
 
     rank = f"model.lora.rank={RANK}"
     adapted = _change_lora(config, rank=RANK)
-    return {rank: adapted, f"{rank} {four}": _change_lora(adapted, quantize="4bit")}
+    return {rank: adapted, f"{rank} {quantize_4bit}": _change_lora(adapted, quantize="4bit")}
 
 
 def _change_lora(config: RunConfig, **values: object) -> RunConfig:

@@ -33,7 +33,7 @@ from agentevo.runs.doctor.checks import GIB, Check
 from agentevo.runs.doctor.group_checks import engine_weights, other_models
 from agentevo.runs.doctor.memory_estimate import FLOAT, layer_bytes, total
 from agentevo.runs.doctor.unloaded_policy import unloaded_policy
-from agentevo.runs.orchestration.checks import check_processes, serves_elsewhere
+from agentevo.runs.orchestration.checks import check_processes, needs_no_whole_model
 from agentevo.runtime.devices import find
 from agentevo.runtime.devices import memory as device_bytes
 from agentevo.training.distribute import check_spread
@@ -166,7 +166,7 @@ def _pass_bytes(config: RunConfig, sizes: Sizes, stage: int) -> tuple[float, flo
 def engine_bytes(config: RunConfig, sizes: Sizes, memory: float) -> float:
     """Bytes of the engine in the first process, whose device has `memory` bytes; 0 if engines in
     other processes serve, which need devices of their own."""
-    if serves_elsewhere(config, is_disaggregated=config.rollout.samplers > 0):
+    if needs_no_whole_model(config, is_disaggregated=config.rollout.samplers > 0):
         return 0.0
 
     whole = sizes.frozen_bytes + sizes.trained_bytes

@@ -1,8 +1,8 @@
 """Checks of the servers that a recipe needs in addition to the policy: its tools, and its remote
 models.
 
-Each entry of `agent.tools` is opened as an attempt would open it, with the first task, and lists
-its tools; none is called. Each remote model's server lists its models.
+The checks open each entry of `agent.tools` for the first task, as an attempt does, and list its
+tools without calling them. They ask the server of each remote model for its list of models.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from agentevo.runs.doctor.checks import Check
 from agentevo.runtime.event_loop import in_thread, run_coroutine
 from agentevo.types import Task
 
-SHOWN = 8
-"""The most names of a list in a finding."""
+MAX_NAMES = 8
+"""The maximum number of names in a finding."""
 OPENING_S = 600.0
 """The time limit of one entry in seconds, regardless of its own limits."""
 ANSWER_S = 30.0
@@ -33,24 +33,23 @@ ANSWER_S = 30.0
 
 
 def check_services(config: RunConfig) -> list[Check]:
-    """A check for each entry of `agent.tools` and each remote model, all at the same time; none if
-    the recipe has neither."""
+    """Checks all entries of `agent.tools` and all remote models concurrently."""
     sections = getattr(config.agent, "tools", ())
     if not sections and not config.remote_models:
         return []
-    return run_coroutine(_check(config, sections))
+    return run_coroutine(_check_all(config, sections))
 
 
-def is_refused(services: list[Check]) -> bool:
-    """Whether playing a group is pointless."""
-    return any(service.status == "wrong" for service in services)
+def has_problem(checks: list[Check]) -> bool:
+    """Whether a check failed, so that no attempt could succeed."""
+    return any(check.status == "wrong" for check in checks)
 
 
-async def _check(config: RunConfig, sections: tuple[ToolSection, ...]) -> list[Check]:
+async def _check_all(config: RunConfig, sections: tuple[ToolSection, ...]) -> list[Check]:
     task = _first_task(config)
-    model_checks = [_model(name, section) for name, section in config.remote_models.items()]
+    model_checks = [_check_model(name, section) for name, section in config.remote_models.items()]
     opened, models = await asyncio.gather(
-        asyncio.gather(*(_open_toolset(_soon(section), task) for section in sections)),
+        asyncio.gather(*(_open_toolset(_limit_start(section), task) for section in sections)),
         asyncio.gather(*model_checks),
     )
     return [
@@ -60,8 +59,9 @@ async def _check(config: RunConfig, sections: tuple[ToolSection, ...]) -> list[C
     ]
 
 
-def _soon(section: ToolSection) -> ToolSection:
-    """The entry with at most ANSWER_S for a server at a URL, unless a node is created there."""
+def _limit_start(section: ToolSection) -> ToolSection:
+    """The entry, with at most ANSWER_S to start if a server already runs at its URL. An entry with
+    an `image` may start its server, so it keeps its own limit."""
     limit_s = getattr(section, "start_timeout_s", None)
     if limit_s is None or not getattr(section, "url", None) or getattr(section, "image", None):
         return section
@@ -69,7 +69,7 @@ def _soon(section: ToolSection) -> ToolSection:
 
 
 def _first_task(config: RunConfig) -> Task:
-    """The task for which tools are opened. Other checks report problems of the tasks."""
+    """The task for which tools are opened. Another check reports unreadable tasks."""
     with suppress(AgentEvoError):
         if config.tasks.train and (tasks := read_tasks(config.tasks, config.agent).train):
             return tasks[0]
@@ -82,7 +82,7 @@ def _title(section: ToolSection) -> str:
 
 
 async def _open_toolset(section: ToolSection, task: Task) -> tuple[Check, list[str]]:
-    """A check, and the names of the tools."""
+    """The check of one entry, and the names of its tools."""
     title = _title(section)
     started = time.monotonic()
     try:
@@ -96,34 +96,34 @@ async def _open_toolset(section: ToolSection, task: Task) -> tuple[Check, list[s
         return Check(title, "wrong", f"not opened within {OPENING_S:g} s"), []
     except ConfigError as error:
         return Check(title, "wrong", str(error)), []
-    except Exception as error:  # noqa: BLE001 (also what a class of tools raises when it is made)
+    except Exception as error:  # noqa: BLE001 (a tool class may raise anything)
         finding = str(error) if isinstance(error, AgentEvoError) else repr(error)
         advice = "start the server, and inspect it with `agentevo tools inspect`"
         is_server = section.type != "function"  # type: ignore[attr-defined]
         return Check(title, "wrong", finding, advice if is_server else ""), []
 
-    took = time.monotonic() - started
-    finding = f"{len(names)} tools in {took:.1f} s: {_list_names(names)}"
+    duration_s = time.monotonic() - started
+    finding = f"{len(names)} tools in {duration_s:.1f} s: {_list_names(names)}"
     return Check(title, "good", finding), names
 
 
-def _collisions(offered: list[list[str]]) -> list[Check]:
-    counts = Counter(name for names in offered for name in names)
-    twice = [name for name, count in counts.items() if count > 1]
-    if not twice:
+def _collisions(names_by_entry: list[list[str]]) -> list[Check]:
+    counts = Counter(name for names in names_by_entry for name in names)
+    repeated = [name for name, count in counts.items() if count > 1]
+    if not repeated:
         return []
 
     return [
         Check(
             "names of tools",
             "warning",
-            f"several entries have {_list_names(twice)}: the policy sees each as ENTRY__NAME",
-            "remove those that the policy does not need, with `exclude`",
+            f"several entries have {_list_names(repeated)}: the policy sees each as ENTRY__NAME",
+            "exclude the tools that the policy does not need, with `exclude`",
         )
     ]
 
 
-async def _model(name: str, section: RemoteModelSection) -> Check:
+async def _check_model(name: str, section: RemoteModelSection) -> Check:
     title = f"remote model {name}"
     if section.api == "engine":
         missing = missing_model(section.model)
@@ -143,5 +143,5 @@ async def _model(name: str, section: RemoteModelSection) -> Check:
 
 
 def _list_names(names: list[str]) -> str:
-    omitted = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return (", ".join(names[:SHOWN]) or "none") + omitted
+    omitted = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return (", ".join(names[:MAX_NAMES]) or "none") + omitted

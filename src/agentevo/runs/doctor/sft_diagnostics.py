@@ -17,7 +17,7 @@ from agentevo.runs.doctor import group_checks as measure
 from agentevo.runs.doctor.checks import Check
 from agentevo.runs.doctor.memory_estimate import Load, total, training_bytes
 from agentevo.runs.doctor.memory_measures import list_measures, weigh_measures
-from agentevo.runs.doctor.unloaded_policy import needs_of_changed
+from agentevo.runs.doctor.unloaded_policy import variant_needs
 from agentevo.runs.orchestration.components import check_memory, load_policy
 from agentevo.runs.orchestration.conversations import SFTData, check_sft_data, load_sft_data
 from agentevo.runtime.seeds import derive_seed
@@ -70,7 +70,7 @@ def _judge_memory(config: RunConfig, loaded: LoadedModel, data: SFTData) -> Chec
         loads = [_load(batch, turned.sft, on_cpu=device.type == "cpu") for batch in samples]
         return max((training_bytes(model, load, turned.memory) for load in loads), key=total)
 
-    needs_in_all = needs_of_changed(config, loaded.model, needs)
+    needs_in_all = variant_needs(config, loaded.model, needs)
     needed = needs(config, loaded.model)
     free = measure.free_bytes(device)
     list_for = partial(list_measures, on_cpu=device.type == "cpu", section="sft")

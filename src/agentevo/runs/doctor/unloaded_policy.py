@@ -23,13 +23,14 @@ from agentevo.runs.doctor.memory_measures import remember_by_model
 from agentevo.runs.orchestration.components import load_policy
 
 PACKED_BYTES = {"8bit": 1.0, "4bit": 1 / 2 + 1 / 64 + 4 / (64 * 256)}
-"""Bytes per weight in bitsandbytes: 4 bits have a quantized scale per 64 weights and a float32
-scale per 256 of these (arXiv 2305.14314, section 3)."""
+"""Bytes per weight in bitsandbytes. 4-bit weights also have a one-byte scale per 64 weights and a
+float32 scale per 256 of these scales (arXiv 2305.14314, section 3)."""
 
 
 def unloaded_policy(config: RunConfig) -> PreTrainedModel:
-    """Raises ModelError for a missing model, MissingExtraError for a recipe of adapters without
-    PEFT. A tiny model has its weights: it is created here."""
+    """The policy of a recipe, without weights. A tiny model is created here, with its weights.
+    Raises ModelError for a missing model, and MissingExtraError if the recipe has adapters and PEFT
+    is not installed."""
     if config.model.name == "tiny":
         return load_policy(config).model
 
@@ -39,8 +40,8 @@ def unloaded_policy(config: RunConfig) -> PreTrainedModel:
 
 
 def shape_policy(config: RunConfig, shape: PretrainedConfig) -> PreTrainedModel:
-    """The policy of a recipe whose model has this configuration. Raises MissingExtraError as
-    `unloaded_policy`."""
+    """The policy of a recipe whose model has the configuration `shape`. Raises MissingExtraError if
+    the recipe has adapters and PEFT is not installed."""
     lora = config.model.lora
     model = make_hollow(config.model, shape)
     if not lora.enabled:
@@ -50,35 +51,35 @@ def shape_policy(config: RunConfig, shape: PretrainedConfig) -> PreTrainedModel:
         packed = [] if lora.quantize == "none" else _packed_layers(model)
         adapted = _adapt(model.requires_grad_(False), lora)
         for layer in packed:
-            numbers = round(layer.weight.numel() * PACKED_BYTES[lora.quantize])
-            layer.weight = nn.Parameter(torch.empty(numbers, dtype=torch.uint8), False)
+            num_bytes = round(layer.weight.numel() * PACKED_BYTES[lora.quantize])
+            layer.weight = nn.Parameter(torch.empty(num_bytes, dtype=torch.uint8), False)
 
     return prepare(adapted)
 
 
-def needs_of_changed(
+def variant_needs(
     config: RunConfig,
     model: PreTrainedModel,
     needs: Callable[[RunConfig, PreTrainedModel], Mapping[str, float]],
 ) -> Callable[[RunConfig], float]:
-    """For variants of `config`, whose model is loaded: the bytes that each needs in all by `needs`,
-    including the extra bytes of its weights over the loaded ones."""
+    """A function that estimates the bytes of a variant of `config`: the sum of `needs`, plus the
+    bytes by which the variant's weights exceed those of `model`, the loaded model of `config`."""
     shape = causal_model(model).config
-    shape_other = remember_by_model(lambda changed: shape_policy(changed, shape))
+    shape_changed = remember_by_model(lambda changed: shape_policy(changed, shape))
 
-    def needs_in_all(changed: RunConfig) -> float:
+    def total_needs(changed: RunConfig) -> float:
         if changed.model == config.model:
             return total(needs(changed, model))
-        other_model = shape_other(changed)
+        other_model = shape_changed(changed)
         extra_weights = weight_bytes(other_model) - weight_bytes(model)
         return total(needs(changed, other_model)) + extra_weights
 
-    return needs_in_all
+    return total_needs
 
 
 def _packed_layers(model: PreTrainedModel) -> list[nn.Linear]:
-    """Those whose weights transformers keeps in 8 or 4 bits: all linear ones but the output
-    layer."""
+    """The layers whose weights transformers stores in 8 or 4 bits: all linear layers except the
+    output layer."""
     output = model.get_output_embeddings()
     return [m for m in model.modules() if isinstance(m, nn.Linear) and m is not output]
 

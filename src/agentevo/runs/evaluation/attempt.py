@@ -13,7 +13,7 @@ from agentevo.observability.call_view import duration
 from agentevo.observability.trajectory_view import message_text, visible
 from agentevo.rollout.group import GroupAttempt
 from agentevo.rollout.task_source import TaskSource
-from agentevo.runs.evaluation.chat import checkpoint_word
+from agentevo.runs.evaluation.chat import with_checkpoint
 from agentevo.runs.evaluation.contestants import Contestant, find_contestants
 from agentevo.runs.evaluation.play import (
     LABEL,
@@ -65,7 +65,7 @@ def try_attempt(
 ) -> Trajectory:
     """Plays one attempt. `target` and `step`: as those of `agentevo chat`. Raises ConfigError
     before anything is played."""
-    target = checkpoint_word(target, step)
+    target = with_checkpoint(target, step)
     (contestant,) = find_contestants(target, (), overrides, () if text is None else ("--task",))
     config, task = _task_to_try(contestant.config, text, answer, number)
     if judged := _is_judged(config, task, question=text, answer=answer):

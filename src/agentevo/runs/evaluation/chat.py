@@ -3,9 +3,9 @@
     a line -> the history -> Conversation.complete, printed while it samples -> the history
 
 The model runs in a thread with its own event loop. The main thread reads lines and waits for
-answers. So Ctrl-C interrupts only an answer, and the history keeps the text that it has so far.
-Each answer extends the tokens of the answers before it. The conversation is not stored, and does
-not use the run's environment and tools.
+answers. Ctrl-C therefore interrupts only an answer, and the history keeps the text so far. Each
+answer extends the tokens of the answers before it. The conversation is not stored, and does not use
+the run's environment and tools.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from agentevo.types import Message, SamplingOverrides
 LABEL = "chat"
 PROMPT = "> "
 SIGNAL_INTERVAL_S = 0.2
-"""The interval in which a Ctrl-C at the prompt takes effect, in seconds."""
+"""The maximum delay of a Ctrl-C at the prompt, in seconds."""
 LOCAL_ENGINE = ("engine.type=torch", "engine.options={}")
-"""a single user needs no server"""
+"""Overrides for the local engine: a single user needs no server."""
 
 
 def chat(
@@ -58,7 +58,7 @@ def chat(
     contestant = find_model(target, step, overrides)
     config = contestant.config
     system = system if system is not None else getattr(config.agent, "system_prompt", None)
-    overrides_of_answers = SamplingOverrides(
+    answer_overrides = SamplingOverrides(
         temperature=config.sampling.temperature if temperature is None else temperature,
         max_new_tokens=max_new_tokens or max(MAX_NEW_TOKENS, config.sampling.max_new_tokens),
     )
@@ -66,12 +66,12 @@ def chat(
     for line in _opening_notes(contestant, system):
         note(line)
 
-    with ChatModel(contestant, overrides_of_answers, note) as model:
+    with ChatModel(contestant, answer_overrides, note) as model:
         if is_terminal:
             note("Ctrl-C ends an answer, Ctrl-D the chat")
 
         history = [Message("system", system)] if system else []
-        # An additional Ctrl-C between a prompt and an answer ends nothing.
+        # A further Ctrl-C between a prompt and an answer has no effect.
         with collect_signals(*([signal.SIGINT] if is_terminal else [])):
             for line in _typed_lines() if is_terminal else _piped_lines():
                 question = Message("user", line)
@@ -90,26 +90,26 @@ def chat(
 def find_model(target: str, step: int | None, overrides: Sequence[str]) -> Contestant:
     """The model to chat with. Raises ConfigError for a target without a model, and for a model on a
     server."""
-    servers = ConfigError(
+    remote_error = ConfigError(
         f"{target} is a model of a server: use a client of its API; `agentevo chat` takes a run or "
         "a model that runs on this machine"
     )
     if target.startswith(("http://", "https://")):
-        raise servers  # does not query the server for its models
+        raise remote_error  # does not query the server for its models
 
-    target = checkpoint_word(target, step)
+    target = with_checkpoint(target, step)
     (contestant,) = find_contestants(
         target, (), (*UNSCORED, *LOCAL_ENGINE, *overrides), ("--chat",)
     )
     if contestant.remote is not None:
-        raise servers
+        raise remote_error
 
     return contestant
 
 
-def checkpoint_word(target: str, step: int | None) -> str:
-    """The target with the checkpoint of a run's folder: that of the step, or the newest. Raises
-    ConfigError for a step of another target."""
+def with_checkpoint(target: str, step: int | None) -> str:
+    """Adds the checkpoint to a target that is a run's folder: the checkpoint of `step`, or the
+    newest. Raises ConfigError for a step and a target that is no run."""
     if is_run_folder(Path(target)):
         return f"{target}@{'last' if step is None else step}"
     if step is not None:
@@ -130,12 +130,15 @@ def _opening_notes(contestant: Contestant, system: str | None) -> Iterator[str]:
         yield f"system: {without_controls(first)[:200]}{' ...' * is_cut}"
 
     run = contestant.label.rpartition("@")[0] or contestant.label
-    for has, what in (
+    for applies, limitation in (
         (bool(getattr(agent, "tools", ())), "tools are not offered"),
         (contestant.config.environment is not None, "environment is not played"),
     ):
-        if has:
-            yield f"its {what} here: `agentevo chat {run} --number 0` plays a task with all of them"
+        if applies:
+            yield (
+                f"its {limitation} here: `agentevo chat {run} --number 0` plays a task with all "
+                "of them"
+            )
 
 
 def without_play(config: RunConfig) -> RunConfig:
@@ -171,7 +174,7 @@ class ChatModel:
         self._conversation: Any = None
 
     def __enter__(self) -> Self:
-        """Raises the error if loading failed."""
+        """Loads the model. Raises the error if loading failed."""
         self._thread.start()
         self._loop.result()
         return self
@@ -215,12 +218,12 @@ class ChatModel:
     def _run(self) -> None:
         try:
             run_coroutine(self._open())
-        except BaseException as error:  # noqa: BLE001 (raised where it is waited for)
+        except BaseException as error:  # noqa: BLE001 (`__enter__` raises it)
             if not self._loop.done():
                 self._loop.set_exception(error)
 
     async def _open(self) -> None:
-        """Runs until the end of the conversation."""
+        """Loads the model, and keeps it until the end of the conversation."""
         config = without_play(self._contestant.config)
         with run_folder(config, None) as opened_config:
             async with local_parts(self._contestant, opened_config, self._note) as parts:
@@ -267,18 +270,18 @@ def _typed_lines() -> Iterator[str]:
 
 
 def _type_line() -> str:
-    """Raises KeyboardInterrupt at Ctrl-C, EOFError at Ctrl-D."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Reads a line at the prompt. Raises KeyboardInterrupt at Ctrl-C, EOFError at Ctrl-D."""
+    old_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     # readline waits for a key, and does not see a signal that arrived just before the wait. An
     # alarm interrupts that wait, and Python then handles the pending signal.
-    before_alarm = signal.signal(signal.SIGALRM, lambda *_: None)
+    old_alarm_handler = signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, SIGNAL_INTERVAL_S, SIGNAL_INTERVAL_S)
     try:
         return input(PROMPT)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before_alarm)
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGALRM, old_alarm_handler)
+        signal.signal(signal.SIGINT, old_handler)
 
 
 def _piped_lines() -> Iterator[str]:

@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from agentevo.config.judges import below_bars, judge_digest
+from agentevo.config.judges import judge_digest, missed_thresholds
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.data.rows import read_json_lines
 from agentevo.errors import AgentEvoError, ConfigError
@@ -72,7 +72,7 @@ class Calibration:
 
     def problems(self) -> list[str]:
         """The limits that the judge does not meet."""
-        return below_bars(
+        return missed_thresholds(
             self.judge, {name: measure["value"] for name, measure in self.measured.items()}
         )
 
@@ -249,7 +249,7 @@ class _CalibrationRun:
                         attempt=attempts[0].id,
                         seed=turned,
                     )
-                    rotations.append([vote.marks[place].score for place in rotated])
+                    rotations.append([vote.scores[place].score for place in rotated])
             except (ValueError, AgentEvoError):
                 return None
 

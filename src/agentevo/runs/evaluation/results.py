@@ -1,17 +1,16 @@
 """The folder of an evaluation. An interrupted evaluation is resumed from it.
 
-    eval.json           what is measured: tasks, models, attempts, sampling; written first:
-                        `--resume` also continues where nothing else exists yet
+    eval.json           the settings: tasks, models, attempts, sampling; written first, so
+                        `--resume` can continue even if no other file exists
     tasks.jsonl         the tasks, a line each
     trajectories.jsonl  every attempt in full, with its messages and tokens
     results.jsonl       a line for each attempt, see AttemptLine
     summary.json        the summary of the attempts; written last
 
-Processes only append to both logs. The attempts of a model at a task form a play: their lines have
-the same play name and are appended together, trajectories first. A line that a killed process has
-left incomplete does not count, and neither does a play that lacks a line. The newest complete play
-counts, with its trajectories. A task without a complete play is played again. An interruption loses
-nothing else of an evaluation.
+Both logs only grow. The attempts of a model at a task form a play: their lines have the same play
+name and are appended together, trajectories first. The newest complete play of a task counts. A
+play is incomplete if a line is missing or was cut off because the process was killed. A task
+without a complete play is played again. An interruption loses nothing else of an evaluation.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class AttemptLine(msgspec.Struct, frozen=True, kw_only=True):
     parts: dict[str, float] = {}
     success: bool = False
     scorer: str = ""
-    """The scorer: the task's own, else the recipe's rewards."""
+    """The name of the task's scorer, else of the recipe's rewards."""
     source: str = ""
     """The source of the task."""
     answer: str = ""
@@ -117,14 +116,16 @@ class ResultsFolder:
     def check_and_resume(self, settings: dict[str, Any], tasks: Sequence[Task]) -> None:
         """Writes the settings and the tasks if a killed process did not write them. Raises
         ConfigError if the folder belongs to another evaluation."""
-        before = self.settings()
-        changed = [key for key in settings if settings[key] != before.get(key)]
-        if changed:
-            key = changed[0]
-            was, now = (str(setting)[:100] for setting in (before.get(key), settings[key]))
+        recorded = self.settings()
+        changed_keys = [key for key in settings if settings[key] != recorded.get(key)]
+        if changed_keys:
+            key = changed_keys[0]
+            old_text, new_text = (
+                str(setting)[:100] for setting in (recorded.get(key), settings[key])
+            )
             raise ConfigError(
-                f"{self.path}: the evaluation there started with {key} = {was}, and this "
-                f"command has {key} = {now}: give the same arguments as then, or another --out"
+                f"{self.path}: the evaluation there started with {key} = {old_text}, and this "
+                f"command has {key} = {new_text}: give the original arguments, or another --out"
             )
 
         if not (self.path / TASKS).exists():
@@ -177,19 +178,19 @@ class ResultsFolder:
         size = self.settings().get("attempts", 1)
         plays: dict[tuple[str, str], dict[str, dict[int, AttemptLine]]] = {}
         for line in _lines(self.path / RESULTS, AttemptLine):
-            of_task = plays.setdefault((line.model, line.task), {})
-            of_task.setdefault(line.play, {})[line.attempt] = line
+            task_plays = plays.setdefault((line.model, line.task), {})
+            task_plays.setdefault(line.play, {})[line.attempt] = line
 
         return {
             (model, task, number): line
-            for (model, task), of_task in plays.items()
+            for (model, task), task_plays in plays.items()
             for number, line in next(
-                (lines for lines in reversed(of_task.values()) if len(lines) >= size), {}
+                (lines for lines in reversed(task_plays.values()) if len(lines) >= size), {}
             ).items()
         }
 
     def trajectories(self) -> dict[tuple[str, str, int], Trajectory]:
-        """The trajectories of the same plays."""
+        """The trajectories of the plays that `attempts` returns."""
         counted_plays = {key: line.play for key, line in self.attempts().items()}
         by_attempt = {}
         for kept_line in _lines(self.path / TRAJECTORIES, KeptTrajectory):
@@ -218,8 +219,8 @@ class ResultsFolder:
 
 
 def storable(trajectory: Trajectory) -> Trajectory:
-    """The trajectory. If JSON can't represent the agent's data, a failed trajectory without
-    turns."""
+    """The trajectory, or a failed trajectory without turns if JSON can't represent the agent's
+    data."""
     try:
         _ENCODER.encode(trajectory)
     except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
@@ -255,7 +256,7 @@ def _end_line(file: IO[bytes]) -> None:
 
 
 def _lines(path: Path, kind: type[T]) -> Iterator[T]:
-    """The complete lines of a log, without an incomplete last one."""
+    """The complete lines of a log."""
     decoder = msgspec.json.Decoder(kind)
     with suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:
@@ -264,5 +265,5 @@ def _lines(path: Path, kind: type[T]) -> Iterator[T]:
 
 
 def _json(content: Any) -> str:
-    # models stay in order: the others are compared with the first
+    # without sort_keys: the other models are compared with the first
     return json.dumps(content, indent=1) + "\n"

@@ -28,15 +28,16 @@ from agentevo.runtime.progress import over
 from agentevo.types import Task, Trajectory
 
 PRICE_LOGS = "remote_models"
-_AGENTS_OWN = "returned"
+_AGENT_REWARD = "returned"
 """The reward that the agent returned. It is not stored separately from the final reward."""
 
 
 def score(
     source: Path, overrides: Sequence[str], out: Path | None, note: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The summary with the rewards that the overrides name (`rewards=[...]`), else with the tasks'
-    own scorers. With `out`, also writes a complete new folder. Raises ConfigError."""
+    """Scores the attempts of the folder `source` with the rewards of the overrides
+    (`rewards=[...]`), else with the tasks' own scorers, and returns the summary. With `out`, also
+    writes a complete new folder. Raises ConfigError."""
     folder = ResultsFolder(source)
     settings = folder.settings()
     tasks = folder.tasks()
@@ -57,20 +58,19 @@ def score(
         if out is None:
             return _score_attempts(opened_config, settings, tasks, attempts, None, note)
 
-        new = ResultsFolder(out)
-        new.check_new()
-        with new.lock():
-            new.check_new()
-            new.begin(settings, tasks)
-            return _score_attempts(opened_config, settings, tasks, attempts, new, note)
+        out_folder = ResultsFolder(out)
+        out_folder.check_new()
+        with out_folder.lock():
+            out_folder.check_new()
+            out_folder.begin(settings, tasks)
+            return _score_attempts(opened_config, settings, tasks, attempts, out_folder, note)
 
 
 def _check(config: RunConfig, tasks: Sequence[Task]) -> None:
-    if any(reward.name == _AGENTS_OWN for reward in config.rewards):
+    if any(reward.name == _AGENT_REWARD for reward in config.rewards):
         raise ConfigError(
-            f"rewards: {_AGENTS_OWN} is the value that the agent returned, which is not stored: "
-            "give "
-            "a reward that scores stored attempts"
+            f"rewards: {_AGENT_REWARD} is the value that the agent returned, which is not stored: "
+            "give a reward that scores stored attempts"
         )
 
     if not config.rewards and not any(task.scorer for task in tasks):
@@ -87,47 +87,52 @@ def _score_attempts(
     settings: Mapping[str, Any],
     tasks: Sequence[Task],
     attempts: Mapping[tuple[str, str, int], Trajectory],
-    new: ResultsFolder | None,
+    out_folder: ResultsFolder | None,
     note: Callable[[str], None],
 ) -> dict[str, Any]:
-    by_id = {task.id: task for task in tasks}
-    what = PlaySettings(
+    tasks_by_id = {task.id: task for task in tasks}
+    play_settings = PlaySettings(
         tasks, settings["attempts"], settings["temperature"], settings.get("sources", {})
     )
     models = RemoteModels(config.remote_models, config.run_dir / PRICE_LOGS)
     scoring = Scoring(config.rewards, show=FirstFailures(note).show, models=models)
-    by_model: dict[str, list[AttemptLine]] = {label: [] for label in settings["played_models"]}
+    lines_by_model: dict[str, list[AttemptLine]] = {
+        label: [] for label in settings["played_models"]
+    }
 
-    async def all_groups() -> None:
+    async def score_groups() -> None:
         groups = groupby(sorted(attempts), key=lambda key: key[:2])
         total = len({key[:2] for key in attempts})
         for (label, task_id), keys in over(groups, "score", total, "groups"):
             group = [_without_scores(attempts[key]) for key in keys]
-            task = by_id[task_id]
-            judged = await scoring.score(group, [True] * len(group), {}, task=task)
-            lines = [await line_of(trajectory, task, label, config, what) for trajectory in judged]
-            by_model[label] += lines
-            if new is not None:
-                new.add(lines, judged)
+            task = tasks_by_id[task_id]
+            scored = await scoring.score(group, [True] * len(group), {}, task=task)
+            lines = [
+                await line_of(trajectory, task, label, config, play_settings)
+                for trajectory in scored
+            ]
+            lines_by_model[label] += lines
+            if out_folder is not None:
+                out_folder.add(lines, scored)
 
     try:
-        run_coroutine(all_groups())
+        run_coroutine(score_groups())
     finally:
         for line in models.account():
             note(line)
         models.close()
 
-    played = {label: lines for label, lines in by_model.items() if lines}
+    played = {label: lines for label, lines in lines_by_model.items() if lines}
     parts = parts_of_tasks(tasks, settings)
     summary = summarise(played, settings["attempts"], settings, parts)
-    if new is not None:
-        new.end(summary)
+    if out_folder is not None:
+        out_folder.end(summary)
 
     return summary
 
 
 def _without_scores(trajectory: Trajectory) -> Trajectory:
-    """The attempt before its scoring."""
+    """The attempt as it was before scoring. A failed play stays unchanged."""
     kind = failure_kind(trajectory.error) if trajectory.status == "failed" else ""
     is_played = (
         trajectory.status == "completed" or kind.startswith("scorer_") or kind == "no_reward"

@@ -23,7 +23,7 @@ import msgspec
 
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.runs.folder.annotations import RIGHT, Annotation, Annotations
-from agentevo.runs.folder.sft_export import Read, conversations_of
+from agentevo.runs.folder.sft_export import ReadAnswer, conversations_of
 from agentevo.store.export import atomic_file
 from agentevo.store.store import Store
 from agentevo.types import RemoteTurn, Trajectory, Turn
@@ -55,7 +55,7 @@ async def export_annotations(
     annotations: Annotations,
     path: Path,
     form: Format,
-    read: Read,
+    read: ReadAnswer,
     *,
     held_out: bool = False,
 ) -> tuple[int, Counter[str]]:
@@ -104,7 +104,7 @@ def _rows(
     attempts: dict[str, Trajectory],
     held_out: Set[str],
     form: Format,
-    read: Read,
+    read: ReadAnswer,
 ) -> Iterator[Row | LeftOutError]:
     for attempt in annotations.attempts.values():
         try:
@@ -159,7 +159,7 @@ def _with_reply(trajectory: Trajectory, reply: str) -> Trajectory:
     return msgspec.structs.replace(trajectory, turns=[*trajectory.turns[:-1], turn])
 
 
-def _sft_rows(annotation: Annotation, trajectory: Trajectory, read: Read) -> Iterator[Row]:
+def _sft_rows(annotation: Annotation, trajectory: Trajectory, read: ReadAnswer) -> Iterator[Row]:
     if annotation.reply is None and annotation.verdict != RIGHT:
         return
     if annotation.reply is not None:
@@ -182,7 +182,7 @@ def _sft_rows(annotation: Annotation, trajectory: Trajectory, read: Read) -> Ite
         yield {**row, "task_id": trajectory.task_id, "trajectory_id": trajectory.id}
 
 
-def conversation(trajectory: Trajectory, read: Read, *, tools: bool = False) -> list[Row]:
+def conversation(trajectory: Trajectory, read: ReadAnswer, *, tools: bool = False) -> list[Row]:
     """The messages up to the last answer."""
     rows = list(conversations_of(trajectory, read))
     if not rows:
@@ -217,7 +217,7 @@ def pair_of(chosen: list[Row], rejected: list[Row]) -> Row:
     return {"prompt": chosen[:place], "chosen": chosen[place:], "rejected": rejected[place:]}
 
 
-def _label_row(annotation: Annotation, trajectory: Trajectory, read: Read) -> Row:
+def _label_row(annotation: Annotation, trajectory: Trajectory, read: ReadAnswer) -> Row:
     messages = conversation(trajectory, read)
     first = _first_answer(messages)
     if first == 0:
@@ -231,7 +231,7 @@ def _label_row(annotation: Annotation, trajectory: Trajectory, read: Read) -> Ro
     }
 
 
-def _judge_row(annotation: Annotation, trajectory: Trajectory, read: Read) -> Row:
+def _judge_row(annotation: Annotation, trajectory: Trajectory, read: ReadAnswer) -> Row:
     return {
         "trajectory_id": annotation.attempt,
         "task_id": trajectory.task_id,

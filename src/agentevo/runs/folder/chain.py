@@ -2,18 +2,19 @@
 
     chain(s) = sha256(chain(s - 1), s, the record of step s without its chain)       chain(0) = ""
 
-Every record contains its own chain value. So a change of a record (plan, metrics, checkpoint,
-progress, digest of the log) breaks the chain from there on, and so does the removal of a step from
-the middle. RUN/head.json covers the end:
+Every record contains its own chain value. A change of a record (plan, metrics, checkpoint,
+progress, digest of the log) therefore breaks the chain at that step, and so does the removal of a
+step from the middle. RUN/head.json protects the end of the chain:
 
     {"step": 12, "chain": "ab...",                  the newest committed step
-     "files": {"config.yaml": ["cd..."]},           what the run's own files may be, by sha256:
-                                                    the given tasks' and the summary's, too
-     "checkpoints": {"12": "ef..."},                those that no record names
-     "given_up": false}                             whether it ended with nothing trained
+     "files": {"config.yaml": ["cd..."]},           the allowed sha256 of the run's files, such as
+                                                    the given tasks and the summary
+     "checkpoints": {"12": "ef..."},                checkpoints that no record names
+     "given_up": false}                             whether the run ended without any training
 
-The file is written after each commit. So the store has its step and perhaps later ones, and a kill
-in between leaves the file one step behind. Like a commit of SQLite, it is not synced to the disk.
+The file is written after each commit, so the store has the file's step. If the process is killed
+between commit and write, the file is one step behind. Like a commit of SQLite, it is not synced to
+the disk.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from agentevo.errors import AgentEvoError, CheckpointError, ConfigError
 from agentevo.observability.metrics import digests_by_step
 from agentevo.runtime.files import must_write, write_atomic
 from agentevo.runtime.parsing import check_file
-from agentevo.store.codec import canonical
+from agentevo.store.codec import canonical_record
 from agentevo.store.records import StepRecord
 
 KEY = "chain"
@@ -84,7 +85,8 @@ class RecordedRows(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        """Empty if the record has no rows, or other content, in which case its chain is broken."""
+        """The rows of a step's record. Empty if the record has none, or malformed ones, in which
+        case its chain is broken."""
         try:
             return msgspec.convert(record.get(ROWS, {}), cls)
         except msgspec.ValidationError:
@@ -92,8 +94,8 @@ class RecordedRows(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def link(step: int, record: Mapping[str, Any], before: str) -> str:
-    """chain(step), by the module's formula."""
-    content = canonical(step, {name: value for name, value in record.items() if name != KEY})
+    """chain(step), by the formula in the module's docstring. `before`: chain(step - 1)."""
+    content = canonical_record(step, {name: value for name, value in record.items() if name != KEY})
     return hashlib.sha256(f"{before}\n{step}\n".encode() + content).hexdigest()
 
 
@@ -118,8 +120,8 @@ def file_digest(path: Path) -> str | None:
 
 
 def read_head(folder: Path) -> Head | None:
-    """The content of the file. None if there is no file. Raises CheckpointError if it can't be
-    read."""
+    """The content of RUN/head.json, or None if there is no such file. Raises CheckpointError if the
+    file can't be read."""
     path = folder / HEAD
     if not path.exists():
         return None
@@ -136,8 +138,8 @@ def read_head(folder: Path) -> Head | None:
 
 def is_given_up(folder: Path) -> bool:
     """Whether the run in the folder ended without training, because every attempt of its first
-    evaluation or first step failed. A new run may then start there. A run with a checkpoint or a
-    row of a step has trained, and is not deleted, even if head.json says otherwise."""
+    evaluation or first step failed. A new run may then start in the folder. A run with a checkpoint
+    or a row of a step has trained, and is not deleted, even if head.json says otherwise."""
     try:
         head = read_head(folder)
         if head is None or not head.given_up or head.step:
@@ -151,11 +153,11 @@ def is_given_up(folder: Path) -> bool:
 
 
 class HeadFile:
-    """RUN/head.json of a running trainer. No other process writes the file. Raises DiskError if it
-    can't be written."""
+    """RUN/head.json of a running trainer. No other process writes the file. Methods that write
+    raise DiskError."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError for a file that can't be read."""
+        """Raises CheckpointError for a head.json that can't be read."""
         self._folder = folder
         self._head = read_head(folder) or Head()
 
@@ -173,7 +175,8 @@ class HeadFile:
         self._write(checkpoints=self._head.checkpoints | {step: sha256})
 
     def write_file(self, name: str, content: str) -> None:
-        """Writes a file of the run. Until it is written, its old content is valid too."""
+        """Writes a file of the run, and records its digest. During the write, the digest of the old
+        content is valid too."""
         new = hashlib.sha256(content.encode()).hexdigest()
         old = file_digest(self._folder / name)
         files = self._head.files
@@ -181,8 +184,8 @@ class HeadFile:
         self._put(self._folder / name, content.encode())
         self._write(files=files | {name: [new]})
 
-    def know_file(self, name: str) -> None:
-        """Records a file of the run that other code has written, if it exists."""
+    def record_file(self, name: str) -> None:
+        """Records the digest of a file that other code has written, if the file exists."""
         digest = file_digest(self._folder / name)
         if digest is not None:
             self._write(files=self._head.files | {name: [digest]})

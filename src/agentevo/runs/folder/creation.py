@@ -157,7 +157,7 @@ def write_config(config: RunConfig, command: str = "train") -> None:
     config = config.model_copy(update={"run": config.run.model_copy(update={"overwrite": False})})
     folder.mkdir(parents=True, exist_ok=True)
     head = HeadFile(folder)
-    head.know_file(TASKS_FILE)
+    head.record_file(TASKS_FILE)
     head.write_file("config.yaml", f"{MADE_BY}{command}\n{to_yaml(config)}")
 
 

@@ -1,4 +1,4 @@
-"""Creates the model card of a checkpoint, its README.md on a hub, from the checkpoint's run.
+"""Creates the model card of a checkpoint (its README.md on a hub) from the checkpoint's run.
 
 The card has the base model, the algorithm, the results on held-out tasks and the part of the recipe
 that defines how the weights were made. It contains nothing about the machine: no path, no address
@@ -39,8 +39,8 @@ SECTIONS = (
     "evaluation",
     "memory",
 )
-"""The sections of a recipe that its weights depend on and that contain nothing about a machine."""
-NOT_SHOWN = frozenset({"tools", "mcp_servers", "command", "env", "sandbox", "adapter", "import"})
+"""The sections of a recipe on which the weights depend and that contain nothing about a machine."""
+HIDDEN_KEYS = frozenset({"tools", "mcp_servers", "command", "env", "sandbox", "adapter", "import"})
 """The keys in these sections that may contain something about a machine."""
 FENCE = "````"
 """Four backticks, because a text of the recipe may contain three."""
@@ -104,22 +104,22 @@ def _tags(run: Path | None, config: RunConfig | None) -> list[str]:
 def _origin(
     run: Path | None, config: RunConfig | None, base: str | None, *, is_adapter: bool
 ) -> str:
-    what = "An adapter (LoRA)" if is_adapter else "A model"
+    kind = "An adapter (LoRA)" if is_adapter else "A model"
     if run is None or config is None:
-        return f"{what} uploaded with [AgentEvo](https://pypi.org/project/agentevo) {__version__}."
+        return f"{kind} uploaded with [AgentEvo](https://pypi.org/project/agentevo) {__version__}."
 
-    how = (
+    method = (
         "supervised fine-tuning"
         if command_of(run) == "sft"
         else f"reinforcement learning ({config.algorithm.name})"
     )
-    base_model = f"`{base}`" if base is not None else f"`{_place_free(config.model.name)}`"
+    base_model = f"`{base}`" if base is not None else f"`{_hide_place(config.model.name)}`"
     if config.environment is not None:
-        how += f" in the environment `{config.environment.type}`"
+        method += f" in the environment `{config.environment.type}`"
     elif config.agent.type != "environment":
-        how += f" of the agent `{config.agent.type}`"
+        method += f" of the agent `{config.agent.type}`"
 
-    return f"{what} trained from {base_model} with AgentEvo {__version__} by {how}."
+    return f"{kind} trained from {base_model} with AgentEvo {__version__} by {method}."
 
 
 def _loading(repo: str, base: str | None, *, is_adapter: bool) -> str:
@@ -141,14 +141,14 @@ def _loading(repo: str, base: str | None, *, is_adapter: bool) -> str:
 
 
 def _results(run: Path, checkpoint: Path) -> str:
-    """The checkpoint's place in the run, and the run's evaluations."""
+    """A table of the checkpoint's step, the run's evaluations and its duration."""
     sealed = manifest.read(checkpoint)
     rows = [("step", str(sealed.step))]
     if sealed.value is not None:
         is_loss = sealed.value < 0
-        what = "held-out loss" if is_loss else "held-out success"
-        shown = f"{-sealed.value:.4g}" if is_loss else f"{sealed.value:.1%}"
-        rows.append((f"{what} of this checkpoint", shown))
+        kind = "held-out loss" if is_loss else "held-out success"
+        value_text = f"{-sealed.value:.4g}" if is_loss else f"{sealed.value:.1%}"
+        rows.append((f"{kind} of this checkpoint", value_text))
 
     path = run / "summary.json"
     if path.is_file():
@@ -179,21 +179,21 @@ def _recipe(config: RunConfig) -> str:
     """The values that differ from the defaults, in the sections that define how the weights were
     made."""
     changed = parse_yaml(changed_to_yaml(config))
-    shown = {key: _shown(changed[key]) for key in SECTIONS if key in changed}
-    return yaml.safe_dump(without_secrets(shown), sort_keys=False, allow_unicode=True)
+    sections = {key: _hide_machine(changed[key]) for key in SECTIONS if key in changed}
+    return yaml.safe_dump(without_secrets(sections), sort_keys=False, allow_unicode=True)
 
 
-def _shown(value: Any) -> Any:
+def _hide_machine(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _shown(item) for key, item in value.items() if key not in NOT_SHOWN}
+        return {key: _hide_machine(item) for key, item in value.items() if key not in HIDDEN_KEYS}
     if isinstance(value, list):
-        return [_shown(item) for item in value]
-    return _place_free(value) if isinstance(value, str) else value
+        return [_hide_machine(item) for item in value]
+    return _hide_place(value) if isinstance(value, str) else value
 
 
-def _place_free(text: str) -> str:
-    """A path of this machine as its last name, an address as its scheme, and other texts
-    unchanged."""
+def _hide_place(text: str) -> str:
+    """Shortens a path of this machine to its last name and an address to its scheme. Other texts
+    stay unchanged."""
     if text.startswith(("/", "~", "./", "../")) and "\n" not in text:
         return Path(text).name
     return f"{text.partition('://')[0]}://..." if "://" in text and HUB not in text else text

@@ -6,8 +6,8 @@
 The fields are those of observability/current_activity.py. A thread rewrites the file: after a
 change, at most once in MIN_INTERVAL_S seconds, and otherwise every HEARTBEAT_S seconds. At the end,
 the file says how the run ended. The run waits for that thread at most END_TIMEOUT_S seconds. If the
-disk is full, read-only or hangs, the file is missing, and a note appears at the end. The file is
-not synced to the disk.
+disk is full, read-only or hangs, the file is missing or old, and a note appears at the end. The
+file is not synced to the disk.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ END_TIMEOUT_S = 3.0
 
 
 class NowFile:
-    """A context manager around the run, used after the run's folder exists. The thread calls `look`
-    for the current activity."""
+    """Writes RUN/now.json during a block, from a thread. The run's folder must exist. The thread
+    calls `look` for the current activity."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class NowFile:
         self._path = folder / NOW
         self._read_moment = look
         self._note = note
-        self._least_s = least_s
+        self._min_interval_s = least_s
         self._is_written = is_written
         self._started_at = time.time()
-        self._over = threading.Event()
+        self._is_ending = threading.Event()
         self._ended: tuple[Ended, str] = ("", "")
         self._problem = ""
-        self._thread = threading.Thread(target=self._write_on, name="now.json", daemon=True)
+        self._thread = threading.Thread(target=self._write_until_end, name="now.json", daemon=True)
 
     def __enter__(self) -> Self:
         if self._is_written:
@@ -65,9 +65,14 @@ class NowFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         if error is None:
-            last = self._read_moment()
-            is_complete = last.planned is not None and last.step >= last.planned
-            self._ended = ("stopped" if last.is_stopping and not is_complete else "finished", "")
+            last_moment = self._read_moment()
+            is_complete = (
+                last_moment.planned is not None and last_moment.step >= last_moment.planned
+            )
+            self._ended = (
+                "stopped" if last_moment.is_stopping and not is_complete else "finished",
+                "",
+            )
         elif isinstance(error, Exception):
             self._ended = ("failed", failure(error))
         else:  # Ctrl-C, SIGTERM, or a cancellation
@@ -76,7 +81,7 @@ class NowFile:
         if not self._is_written:
             return
 
-        self._over.set()
+        self._is_ending.set()
         self._thread.join(END_TIMEOUT_S)
         if self._thread.is_alive():
             self._problem = "its disk does not answer"
@@ -87,17 +92,17 @@ class NowFile:
                 f"show runs lack the newest state of this one"
             )
 
-    def _write_on(self) -> None:
-        last = Moment()
+    def _write_until_end(self) -> None:
+        last_moment = Moment()
         written_at = -HEARTBEAT_S
-        while not self._over.is_set():
+        while not self._is_ending.is_set():
             moment = self._read_moment()
             now = time.monotonic()
-            if moment != last or now - written_at >= HEARTBEAT_S:
+            if moment != last_moment or now - written_at >= HEARTBEAT_S:
                 self._write(moment)
-                last = moment
+                last_moment = moment
                 written_at = now
-            self._over.wait(self._least_s)
+            self._is_ending.wait(self._min_interval_s)
 
         ending, reason = self._ended
         self._write(msgspec.structs.replace(self._read_moment(), ended=ending, reason=reason))

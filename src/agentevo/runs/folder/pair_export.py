@@ -15,14 +15,14 @@ from pathlib import Path
 from agentevo.data import RowError, RowReport
 from agentevo.errors import ConfigError
 from agentevo.runs.folder.annotation_export import LeftOutError, conversation, pair_of
-from agentevo.runs.folder.sft_export import Read
+from agentevo.runs.folder.sft_export import ReadAnswer
 from agentevo.store.export import atomic_file
 from agentevo.store.records import TrajectorySummary
 from agentevo.store.store import Store
 
 
 async def export_pairs(
-    store: Store, path: Path, read: Read, *, margin: float = 0.0, per_group: int = 1
+    store: Store, path: Path, read: ReadAnswer, *, margin: float = 0.0, per_group: int = 1
 ) -> RowReport:
     """Writes the pairs of a run's training attempts whose rewards differ by more than `margin`, at
     most `per_group` of a group, to `path` (.jsonl or .jsonl.gz). Returns the account of all pairs.
@@ -56,7 +56,11 @@ async def export_pairs(
 
 
 async def _row(
-    store: Store, better: TrajectorySummary, worse: TrajectorySummary, margin: float, read: Read
+    store: Store,
+    better: TrajectorySummary,
+    worse: TrajectorySummary,
+    margin: float,
+    read: ReadAnswer,
 ) -> dict[str, object]:
     """Raises RowError."""
     difference = better.reward - worse.reward

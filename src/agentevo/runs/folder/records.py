@@ -1,7 +1,7 @@
 """Append-only JSON-lines files in a run's folder, for changes that people make in a run. Each line
-is appended by a single write and then survives a power failure. A killed writer may leave a partial
-line, which readers skip. No line is ever changed or deleted. Several processes may append at the
-same time. Symbolic links are not followed, not even for reading.
+is appended by a single write, and is synced to the disk. A killed writer may leave a partial line,
+which readers skip. No line is ever changed or deleted. Several processes may append at the same
+time. Symbolic links are never followed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ line."""
 MAX_LINE = 1_000_000
 """The maximum number of bytes of a line. Longer lines are neither written nor read."""
 MAX_READ = 64_000_000
-"""The maximum number of bytes that are read, from the end of the file."""
+"""The maximum number of bytes that are read. Of a longer file, only the end is read."""
 
 
 class RecordTooLongError(ConfigError):
@@ -39,19 +39,19 @@ def add_record(path: Path, record: dict[str, Any]) -> None:
 
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        handle = os.open(path, flags, 0o666)
+        file = os.open(path, flags, 0o666)
         try:
-            what = os.fstat(handle)
-            if not stat.S_ISREG(what.st_mode):
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "it is not a file")
-            if what.st_size and os.pread(handle, 1, what.st_size - 1) != b"\n":
+            if status.st_size and os.pread(file, 1, status.st_size - 1) != b"\n":
                 data = b"\n" + data  # a writer was killed in the middle of a line
-            if os.write(handle, data) != len(data):
+            if os.write(file, data) != len(data):
                 raise OSError(errno.ENOSPC, "the disk is full")
 
-            os.fsync(handle)
+            os.fsync(file)
         finally:
-            os.close(handle)
+            os.close(file)
     except OSError as error:
         raise ConfigError(
             f"{path} can't be written ({error.strerror or error}), so the change was not made: "
@@ -60,8 +60,8 @@ def add_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """All records, the oldest first, without invalid lines. Empty if there is no file. Only the end
-    of a file longer than MAX_READ is read. Raises ConfigError if the file can't be read."""
+    """All records in the last MAX_READ bytes of the file, the oldest first, without invalid lines.
+    Empty if there is no file. Raises ConfigError if the file can't be read."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
@@ -75,7 +75,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         ) from error
 
     records = []
-    for line in lines[:-1]:  # a process may be writing the text after the last newline
+    for line in lines[:-1]:  # the text after the last newline may still be incomplete
         if not line or len(line) > MAX_LINE:
             continue
 

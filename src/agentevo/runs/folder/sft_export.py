@@ -1,10 +1,10 @@
-"""Exports the messages of a run's attempts as conversations for `agentevo sft`. They are those of a
-teacher behind an API, or of the policy itself, for example to train a smaller model.
+"""Exports the messages of a run's attempts as conversations for `agentevo sft`. The trained answers
+are those of a teacher behind an API, or of the policy itself, for example for a smaller model.
 
 A row is a path from the beginning of a conversation to its last answer, in the form `messages`.
 Recorded answers are trained. Answers that another author put into the history, and answers that the
-token limit cut off, are context (`weight: 0`). `agentevo sft` can read every row: rows that it
-would refuse are left out here, for the same reasons.
+token limit cut off, are context (`weight: 0`). `agentevo sft` can read every exported row, because
+the export leaves out rows that `agentevo sft` would refuse.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 
 POLICY = "policy"
 """The value of `model` that means the policy."""
-Read = Callable[[Turn, str], dict[str, Any]]
+ReadAnswer = Callable[[Turn, str], dict[str, Any]]
 """Converts an answer of the policy, with the tools as JSON, to a message."""
 
 
-def answer_reader(chat: ChatFormat | None) -> Read:
-    """Separates thoughts and tool calls from the policy's text, in the notation of its model's
-    family. Without a chat format, the text stays unchanged."""
+def answer_reader(chat: ChatFormat | None) -> ReadAnswer:
+    """A function that converts the policy's answers to messages. It separates thoughts and tool
+    calls from the text, in the notation of the model's family. Without a chat format, the text
+    stays unchanged."""
 
     def read(turn: Turn, tools: str) -> dict[str, Any]:
         text = turn.messages[-1].text
@@ -78,7 +79,7 @@ def as_row(message: Message) -> dict[str, Any]:
 
 
 def conversations_of(
-    trajectory: Trajectory, read: Read, model: str | None = None
+    trajectory: Trajectory, read: ReadAnswer, model: str | None = None
 ) -> Iterator[dict[str, Any]]:
     """The rows of an attempt, each with `messages` and `tools`. `model`: POLICY or the name of a
     remote model. None means all remote models if the attempt used any, else the policy."""
@@ -99,12 +100,10 @@ def conversations_of(
         messages: list[dict[str, Any]] = []
         for turn in reversed(path):
             context_rows = map(as_row, turn.messages[:-1])
-            messages += [_is_untrained(m) if m["role"] == "assistant" else m for m in context_rows]
+            messages += [_untrained(m) if m["role"] == "assistant" else m for m in context_rows]
             last = turn.messages[-1]
             reply_row = read(turn, tools) if isinstance(turn, Turn) else as_row(last)
-            messages.append(
-                _is_untrained(reply_row) if turn.finish_reason == "length" else reply_row
-            )
+            messages.append(_untrained(reply_row) if turn.finish_reason == "length" else reply_row)
 
         yield {
             "messages": messages,
@@ -117,14 +116,14 @@ def _model_of(turn: Turn | RemoteTurn) -> str:
     return turn.model if isinstance(turn, RemoteTurn) else POLICY
 
 
-def _is_untrained(message: dict[str, Any]) -> dict[str, Any]:
+def _untrained(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"weight": 0}
 
 
 async def export_sft(
     store: Store,
     path: Path,
-    read: Read,
+    read: ReadAnswer,
     *,
     split: Split = "train",
     min_reward: float | None = None,
@@ -133,7 +132,7 @@ async def export_sft(
 ) -> RowReport:
     """Writes the conversations of the attempts that succeeded, or have at least `min_reward`, to
     `path` (.jsonl or .jsonl.gz). Each task has at most `per_task` attempts, the best first. Returns
-    the account of all attempts. Duplicates are left out. Raises ConfigError if there is nothing to
+    a report on all attempts. Duplicates are left out. Raises ConfigError if there is nothing to
     export."""
     summaries = await store.summaries(split=split)
     if not summaries:
@@ -142,12 +141,12 @@ async def export_sft(
     report = RowReport("export")
     good = _select_good(summaries, report, min_reward)
     if per_task is not None:
-        taught = {
+        digests_by_attempt = {
             stored.trajectory.id: _digests_to_train(stored.trajectory, read, model)
             async for stored in store.trajectories(split=split, status="completed")
             if stored.trajectory.id in good
         }
-        good = _select_best(good, taught, per_task, report)
+        good = _select_best(good, digests_by_attempt, per_task, report)
 
     with atomic_file(path) as file:
         rows = _ExportRows(file, report, read, model)
@@ -162,23 +161,23 @@ async def export_sft(
 def export_played(
     trajectories: Sequence[Trajectory],
     path: Path,
-    read: Read,
+    read: ReadAnswer,
     *,
     min_reward: float | None = None,
     per_task: int | None = None,
     model: str | None = None,
 ) -> RowReport:
-    """Like `export_sft`, for attempts that an evaluation has stored. Raises ConfigError if there is
-    nothing to export."""
+    """Does the same as `export_sft` for the attempts of an evaluation's folder. Raises ConfigError
+    if there is nothing to export."""
     report = RowReport("export")
     good = _select_good(trajectories, report, min_reward)
     if per_task is not None:
-        taught = {
+        digests_by_attempt = {
             trajectory.id: _digests_to_train(trajectory, read, model)
             for trajectory in trajectories
             if trajectory.id in good
         }
-        good = _select_best(good, taught, per_task, report)
+        good = _select_best(good, digests_by_attempt, per_task, report)
 
     with atomic_file(path) as file:
         rows = _ExportRows(file, report, read, model)
@@ -191,9 +190,11 @@ def export_played(
 
 
 class _ExportRows:
-    """The rows of a file that is being written."""
+    """Writes the rows of a file."""
 
-    def __init__(self, file: IO[bytes], report: RowReport, read: Read, model: str | None) -> None:
+    def __init__(
+        self, file: IO[bytes], report: RowReport, read: ReadAnswer, model: str | None
+    ) -> None:
         self._file = file
         self._report = report
         self._read = read
@@ -201,7 +202,7 @@ class _ExportRows:
         self._known: set[str] = set()
 
     def add(self, trajectory: Trajectory, *, tokens_deleted: bool = False) -> None:
-        """Adds all rows of an attempt, or reports why there are none."""
+        """Writes all rows of an attempt. Reports the reason if a row or all rows are left out."""
         has_row = False
         for row in conversations_of(trajectory, self._read, self._model):
             has_row = True
@@ -216,9 +217,9 @@ class _ExportRows:
 
         if not has_row:
             self._report.rows += 1
-            who = f"the model {self._model}" if self._model else "a model"
-            what = "its tokens were deleted" if tokens_deleted else f"{who} said nothing"
-            self._report.add(trajectory.id, RowError("empty", f"{what} in this attempt"))
+            author = f"the model {self._model}" if self._model else "a model"
+            reason = "its tokens were deleted" if tokens_deleted else f"{author} said nothing"
+            self._report.add(trajectory.id, RowError("empty", f"{reason} in this attempt"))
 
     def check(self) -> None:
         """Raises ConfigError if nothing was written."""
@@ -231,8 +232,8 @@ def _select_good(
     report: RowReport,
     min_reward: float | None,
 ) -> dict[str, str]:
-    """The attempts that are good enough, each with its task. The best come first, and among equals
-    the shortest."""
+    """Maps the attempts that are good enough to their tasks. The best come first, and of equally
+    good attempts the shortest."""
     good: dict[str, str] = {}
     for summary in sorted(summaries, key=lambda s: (-s.reward, _length(s), s.id)):
         error: RowError | None = None
@@ -252,7 +253,7 @@ def _select_good(
     return good
 
 
-def _digests_to_train(trajectory: Trajectory, read: Read, model: str | None) -> set[bytes]:
+def _digests_to_train(trajectory: Trajectory, read: ReadAnswer, model: str | None) -> set[bytes]:
     """Digests of an attempt's rows that can be trained on."""
     digests = set()
     for row in conversations_of(trajectory, read, model):
@@ -262,31 +263,34 @@ def _digests_to_train(trajectory: Trajectory, read: Read, model: str | None) -> 
 
 
 def _select_best(
-    good: Mapping[str, str], taught: Mapping[str, set[bytes]], per_task: int, report: RowReport
+    good: Mapping[str, str],
+    digests_by_attempt: Mapping[str, set[bytes]],
+    per_task: int,
+    report: RowReport,
 ) -> dict[str, str]:
     """The first attempts of each task, until `per_task` of them have new content. Attempts without
     new content are skipped and do not count."""
     chosen: dict[str, str] = {}
-    taken: Counter[str] = Counter()
+    num_by_task: Counter[str] = Counter()
     seen_digests: set[bytes] = set()
     for name, task in good.items():
-        if taken[task] == per_task:
+        if num_by_task[task] == per_task:
             report.rows += 1
             error = RowError("beyond_per_task", f"{per_task} of {task} are exported already")
             report.add(name, error)
             continue
 
         chosen[name] = task
-        new = taught.get(name, set()) - seen_digests
-        taken[task] += bool(new)
+        new = digests_by_attempt.get(name, set()) - seen_digests
+        num_by_task[task] += bool(new)
         seen_digests |= new
 
     return chosen
 
 
 def _length(attempt: TrajectorySummary | Trajectory) -> int:
-    """The length of the replies in tokens. For a remote model, whose tokens are unknown, in
-    turns."""
+    """The length of the replies in tokens, or in turns for a remote model, whose tokens are
+    unknown."""
     if isinstance(attempt, Trajectory):
         return attempt.num_completion_tokens() or len(attempt.remote_turns)
     return attempt.num_completion_tokens
@@ -310,12 +314,12 @@ def _line(row: Mapping[str, Any], trajectory: Trajectory, seen_contents: set[str
         raise RowError("duplicate", "an earlier attempt has the same reply")
 
     seen_contents.add(content)
-    about = {
+    origin = {
         "task_id": trajectory.task_id,
         "trajectory_id": trajectory.id,
         "reward": trajectory.reward,
     }
-    return json.dumps({**row, **about}, ensure_ascii=False)
+    return json.dumps({**row, **origin}, ensure_ascii=False)
 
 
 async def _no_attempt_message(store: Store, split: Split) -> str:

@@ -52,7 +52,8 @@ def check_recipe(
     may_fetch: bool = True,
 ) -> GivenTasks | None:
     """Checks the recipe of `agentevo train` or `sft` before the run looks at its folder, and raises
-    all problems in one ConfigError. Returns and downloads the same as `check_parts`."""
+    all problems in one ConfigError. Returns the given tasks and downloads models as `check_parts`
+    does."""
     refusals = Refusals()
     refusals.collect(check_agent, config, agent, tasks)
     refusals.collect(check_tracing, config)
@@ -75,12 +76,12 @@ def check_parts(
     is_disaggregated: bool = False,
     may_fetch: bool = True,
 ) -> GivenTasks | None:
-    """Raises ConfigError with all problems that would otherwise appear while a training run's parts
-    are built: an unknown engine or transport, a missing package or option of engine, environment or
-    child processes, too few tasks, a model that can't be had. Returns the tasks that the recipe's
-    files or its agent gave. `is_disaggregated`: samplers and engines are other processes, whichever
-    program starts them. `may_fetch`: a known model is downloaded here, if nothing else is refused.
-    Without it no model is downloaded, and only the name of a missing one is checked."""
+    """Raises ConfigError with all problems that would otherwise appear while a training run builds
+    its parts: an unknown engine or transport, a missing package or option of engine, environment or
+    child processes, too few tasks, an unavailable model. Returns the tasks of the recipe's files or
+    of its agent. `is_disaggregated`: samplers and engines are other processes, regardless of the
+    program that starts them. `may_fetch`: models that are not on this machine are downloaded if
+    there is no other problem. If false, only their names are checked."""
     refusals = Refusals()
     if config.rollout.samplers:
         refusals.collect(_check_samplers, config)
@@ -106,13 +107,13 @@ def check_parts(
 
 
 def _check_models(config: RunConfig, resume: bool, may_fetch: bool, refusals: Refusals) -> None:
-    """Raises ConfigError for these and all `refusals` before anything is downloaded."""
+    """Checks the models. Raises ConfigError for all `refusals`, before any download and at the end."""
     if may_fetch:
         refusals.raise_all()
 
     for section in () if resume else _policies(config):
         refusals.collect(_check_model, section, may_fetch)
-    for name in _models_beside(config):
+    for name in _other_models(config):
         refusals.collect(resolve if may_fetch else locate, name)
 
     refusals.raise_all()
@@ -144,14 +145,14 @@ def _check_optimizer(folder: Path) -> None:
         ) from error
 
 
-def remarks_before(config: RunConfig, given_tasks: GivenTasks | None) -> list[str]:
-    """A line for every model that a run downloads before it loads it, and the account of the rows
-    of tasks. Raises ModelError."""
+def startup_notes(config: RunConfig, given_tasks: GivenTasks | None) -> list[str]:
+    """A line for every model that the run downloads, and the reports about the rows of task files.
+    Raises ModelError."""
     names = [section.name for section in _policies(config) if section.name != TINY]
     lines = [
         f"the model {name} is not on this machine: "
         f"{spelling_hint(Path(name))}a run downloads it first"
-        for name in dict.fromkeys([*names, *_models_beside(config)])
+        for name in dict.fromkeys([*names, *_other_models(config)])
         if saved_folder(name) is None
     ]
     reports = () if given_tasks is None else given_tasks.reports
@@ -159,11 +160,11 @@ def remarks_before(config: RunConfig, given_tasks: GivenTasks | None) -> list[st
 
 
 def check_weights(config: RunConfig) -> list[str]:
-    """Refuses damaged files of the models that are on this machine and that a run loads. Reads no
-    weight into memory. Returns a line for each model whose digests were too large to compare.
-    Raises ModelError and TornError."""
+    """Checks the files of the run's models that are on this machine, without loading weights.
+    Returns a line for each model that is too large to compare with its digests. Raises ModelError
+    and TornError for damaged files."""
     names = [section.name for section in _policies(config) if section.name != TINY]
-    folders = {name: saved_folder(name) for name in (*names, *_models_beside(config))}
+    folders = {name: saved_folder(name) for name in (*names, *_other_models(config))}
     adapters = (section.lora.adapter for section in _policies(config))
     folders |= {str(folder): folder for folder in adapters if folder is not None}
 
@@ -180,7 +181,7 @@ def _policies(config: RunConfig) -> list[ModelSection]:
     return [config.model, *filter(None, own_models)]
 
 
-def _models_beside(config: RunConfig) -> list[str]:
+def _other_models(config: RunConfig) -> list[str]:
     return [*filter(None, (config.reward_model.name, config.algorithm.reference_model))]
 
 
@@ -192,35 +193,36 @@ def _check_model(section: ModelSection, may_fetch: bool) -> None:
 
 
 def check_processes(config: RunConfig, *, world: int | None = None) -> None:
-    """Raises ConfigError if trainer.parallel needs another number of processes than a launcher has
-    started (or `world`), and if several processes can't train the recipe together."""
+    """Raises ConfigError if trainer.parallel does not fit the number of processes (`world`, or as
+    many as a launcher has started), or if several processes can't train the recipe together."""
     world = world if world is not None else world_size()
     try:
         config.trainer.parallel.replicas(world)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
-    several = {
+    single_process = {
         "several policies (agents)": len(config.agents) > 0,
         "a profile (profile)": config.profile.enabled,
     }
-    for what in [what for what, is_asked in several.items() if is_asked and world > 1]:
+    for feature in [name for name, is_used in single_process.items() if is_used and world > 1]:
         raise ConfigError(
-            f"{what}: {world} processes can't train on that together: start one, without torchrun"
+            f"{feature}: {world} processes can't train on that together: "
+            "start one, without torchrun"
         )
 
 
-def serves_elsewhere(config: RunConfig, *, is_disaggregated: bool) -> bool:
-    """Whether the first of several processes needs no whole model: the processes hold the trained
-    model in parts, and engines in other processes serve (`is_disaggregated`)."""
+def needs_no_whole_model(config: RunConfig, *, is_disaggregated: bool) -> bool:
+    """Whether no process of a training needs the whole model, because each holds a part of it and
+    engines in other processes serve (`is_disaggregated`)."""
     return is_disaggregated and config.trainer.parallel.is_spread and not config.data.given
 
 
 def load_checked(
     config: RunConfig, checkpoint: Path | None = None, *, for_part: bool = False
 ) -> LoadedModel:
-    """Calls `load_policy`. Raises ConfigError, before anything is created, for a model that these
-    processes can't share as trainer.parallel says."""
+    """Loads the recipe's policy (`load_policy`) and checks it. Raises ConfigError, before anything
+    is created, for a model that can't be split as trainer.parallel says."""
     loaded = load_policy(config, checkpoint, for_part=for_part)
     _check_spread(config, loaded)
     if _system_remedy(config.agent):
@@ -229,9 +231,9 @@ def load_checked(
 
 
 def check_unloaded(config: RunConfig) -> LoadedModel | None:
-    """Does the checks of `load_checked` and of the sampler on the recipe's model, if that is on
-    this machine. Reads no weight of a saved model. Returns the model as far as it was read, None
-    for one that is not on this machine. Raises ConfigError and ModelError."""
+    """Checks the recipe's model as `load_checked` and the sampler do, without loading the weights
+    of a saved model. Returns the model (a saved one without weights), or None if it is not on this
+    machine. Raises ConfigError and ModelError."""
     if config.model.name == TINY:
         loaded = load_checked(config)
     else:
@@ -246,8 +248,8 @@ def check_unloaded(config: RunConfig) -> LoadedModel | None:
 
 
 def _check_template(config: RunConfig, loaded: LoadedModel) -> None:
-    """Raises ModelError for a chat template in which no episode can continue, and ConfigError for
-    one that takes no system message where the recipe's agent has one."""
+    """Raises ModelError for a chat template in which no episode can continue, and ConfigError if
+    the agent has a system message that the template does not accept."""
     chat = ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
     remedy = _system_remedy(config.agent)
     if remedy and chat.system_problem is not None:
@@ -255,7 +257,7 @@ def _check_template(config: RunConfig, loaded: LoadedModel) -> None:
 
 
 def _system_remedy(agent: AgentSection) -> str:
-    """How to do without the system message of the recipe's agent; empty if the agent has
+    """The advice that avoids the system message of the recipe's agent; empty if the agent has
     none."""
     if isinstance(agent, CodeAgentSection):
         return f"agent.type={agent.type} always has one: choose another model or agent"
@@ -276,8 +278,8 @@ def _check_spread(config: RunConfig, loaded: LoadedModel) -> None:
 def check_agent(
     config: RunConfig, agent: AgentFunction | None, tasks: Sequence[Task] | None
 ) -> None:
-    """Raises ConfigError for an agent function without tasks, for a missing agent, and for objects
-    that samplers in other processes can't have."""
+    """Raises ConfigError for an agent function without tasks, for a missing agent, and for an agent
+    function or given tasks if samplers run in other processes."""
     if agent is not None and tasks is None and not config.tasks.given:
         raise ConfigError("an agent function needs tasks: pass tasks=[...]")
 
@@ -291,7 +293,8 @@ def check_agent(
 
 
 def check_sft_parts(config: RunConfig, resume: bool, *, may_fetch: bool = True) -> None:
-    """Does the checks of `check_parts` for `agentevo sft`, whose environment is optional."""
+    """Checks the parts of `agentevo sft`, as `check_parts` does for training. The environment is
+    optional."""
     refusals = Refusals()
     for check in (check_processes, check_tracking, check_sft_data, check_memory, check_profile):
         refusals.collect(check, config)

@@ -13,7 +13,7 @@ from agentevo.runs.orchestration.checks import (
     check_recipe,
     check_unloaded,
     check_weights,
-    remarks_before,
+    startup_notes,
 )
 from agentevo.runs.orchestration.conversations import read_sft_data
 from agentevo.runs.orchestration.refusals import Refusals
@@ -24,7 +24,7 @@ def check_dry(
 ) -> list[str]:
     """Does the checks of `train` before it samples, and raises all problems in one ConfigError,
     without reading the weights of a saved model. Downloads and writes nothing. Returns the lines of
-    `remarks_before`, and a line for each model whose weights were too large to compare with their
+    `startup_notes`, and a line for each model whose weights were too large to compare with their
     digests. Raises ModelError and TornError too."""
     refusals = Refusals()
     given_tasks = refusals.collect(check_recipe, config, command, resume=resume, may_fetch=False)
@@ -43,4 +43,4 @@ def check_dry(
             refusals.collect(read_sft_data, config, loaded, view, lambda: False)
 
     refusals.raise_all()
-    return remarks_before(config, given_tasks) + lines
+    return startup_notes(config, given_tasks) + lines

@@ -173,7 +173,7 @@ class GroupStream:
         check: Callable[[], None],
         *,
         serves_early: bool,
-        look_after: Callable[[], Awaitable[None]] | None = None,
+        repair: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`serves_early`: the engine has a step's weights before the step is committed."""
         config = parts.config
@@ -184,7 +184,7 @@ class GroupStream:
         self._stop = stop
         self._check = check
         self._serves_early = serves_early
-        self._look_after = look_after
+        self._repair = repair
         """Called every POLL_INTERVAL_S of a wait."""
         self._baseline = "baseline_rewards" in config.algorithm.needs
         self._agents = by_rank(config) or ("",)
@@ -314,8 +314,8 @@ class GroupStream:
             self._check()
             if time.monotonic() - looked > POLL_INTERVAL_S:
                 await self._lost_attempts.check()
-                if self._look_after is not None:
-                    await self._look_after()
+                if self._repair is not None:
+                    await self._repair()
                 looked = time.monotonic()
 
             if self._stop():
@@ -468,7 +468,7 @@ class DisaggregatedRollouts:
             stop,
             check,
             serves_early=self._run_engines is not None,
-            look_after=self._look_after,
+            repair=self._repair,
         )
         self._waiting_since = math.inf if parts.config.rollout.samplers else None
         """When the wait for the first attempts began; inf once some have arrived or the wait was
@@ -491,7 +491,7 @@ class DisaggregatedRollouts:
         self._waiting_since = math.inf
         return rollout_round
 
-    async def _look_after(self) -> None:
+    async def _repair(self) -> None:
         await self._published.look_after()
         if self._waiting_since is not None and time.monotonic() - self._waiting_since > ALONE_S:
             self._waiting_since = math.inf

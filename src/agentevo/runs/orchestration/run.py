@@ -37,7 +37,7 @@ from agentevo.runs.folder.control import RunControl
 from agentevo.runs.folder.creation import RunCommand, check_place, kind_of, new_folder, write_config
 from agentevo.runs.folder.identity import confirm_run
 from agentevo.runs.folder.resume_rules import note_changes
-from agentevo.runs.orchestration.checks import check_recipe, load_checked, serves_elsewhere
+from agentevo.runs.orchestration.checks import check_recipe, load_checked, needs_no_whole_model
 from agentevo.runs.orchestration.cold_start import ColdStart
 from agentevo.runs.orchestration.components import AgentFunction, Components, open_components
 from agentevo.runs.orchestration.conversations import SFTData, read_sft_data
@@ -174,7 +174,7 @@ async def run_training(
             start = await find_resume_point(config, checkpoints, note=view.note)
 
         is_disaggregated = bool(supervisor) or command == "learn"  # others sample for training
-        uses_run_engines = ranks is not None and serves_elsewhere(
+        uses_run_engines = ranks is not None and needs_no_whole_model(
             config, is_disaggregated=is_disaggregated
         )
         if loaded is None or start.checkpoint is not None:

@@ -1,8 +1,8 @@
-"""The checkpoints of a run: what is saved and restored, when it counts as saved, and which one is
-the best.
+"""The checkpoints of a run: their contents, the time at which a checkpoint counts as saved, and the
+choice of the best one.
 
-A checkpoint of a step is named by the step's record, or, if it is written in the background or
-between two steps, by head.json.
+The record of a step names the step's checkpoint. If the checkpoint is written in the background or
+between two steps, head.json names it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from agentevo.training.phases import phase
 
 
 class RunCheckpoints:
-    """See the module; a context around the run's steps, which waits for the save in progress."""
+    """Saves and restores the checkpoints of a run. As a context manager around the run's steps, it
+    waits at the end for a save in progress."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class RunCheckpoints:
         self._trainers = trainers
         self._trainer = trainer
         self._view = view
-        self._background = BackgroundSave(self._note, record.warn)
+        self._background = BackgroundSave(self._name_in_head, record.warn)
 
     def __enter__(self) -> Self:
         self._background.__enter__()
@@ -64,21 +65,21 @@ class RunCheckpoints:
         self._background.settle(wait=wait)
 
     def restore(self, checkpoint: Path) -> None:
-        """Brings trainer and record to where they were when it was saved. The model is loaded
+        """Restores the state of trainer and record from a checkpoint. The model is loaded
         already."""
-        trained, state = self._folder.load(checkpoint, mapped=self._trainers.reads_parts)
-        self._trainer.load_state_dict(trained)
+        trainer_state, state = self._folder.load(checkpoint, mapped=self._trainers.reads_parts)
+        self._trainer.load_state_dict(trainer_state)
         self._record.load_state_dict(state)
 
     def is_due(self, step: int, value: float | None) -> bool:
         """Whether the recipe asks for a checkpoint of the step, whose evaluation is `value`."""
-        every = self._section.every
-        return (bool(every) and step % every == 0) or self._is_best(value)
+        interval = self._section.every
+        return (bool(interval) and step % interval == 0) or self._is_best(value)
 
     def save(self, value: float | None = None) -> dict[str, str] | None:
-        """Saves a checkpoint of the newest step, for its record; older ones stay until the step is
-        committed. `value` is the step's evaluation, if any. Returns None if the checkpoint is
-        written in the background, and no record will name it."""
+        """Saves a checkpoint of the newest step, and returns its entry for the step's record. Older
+        checkpoints stay until the step is committed. `value`: the step's evaluation, if any.
+        Returns None if the checkpoint is written in the background: no record names it."""
         self.settle(wait=True)
         step = self._record.progress.step
         copied = self._section.background
@@ -93,32 +94,32 @@ class RunCheckpoints:
         return {"path": str(path), "sha256": write()}
 
     def keep(self) -> None:
-        """Saves the committed weights, between two steps, if no checkpoint has them."""
+        """Saves the committed weights between two steps, unless a checkpoint has them."""
         self.settle(wait=True)
         step = self._record.progress.step
         if self._folder.steps()[-1:] != [step]:
-            self._note(step, self._writer(None, copied=False)())
+            self._name_in_head(step, self._writer(None, copied=False)())
 
     def keep_lost_best(self, end: End) -> None:
-        """Saves the weights of the step that was just repeated where their evaluation is the best
-        and their checkpoint is lost: a kill interrupted its background save, or it is torn. `end`:
-        of the chain at that step."""
+        """Saves the weights of the step that was just repeated if their evaluation is the best one
+        and their checkpoint is lost, because the process was killed during the background save or
+        the checkpoint is torn. `end`: the end of the chain at that step."""
         rating = self._record.progress.newest_rating
         if rating is not None and rating.step == end.step and self._is_best(rating.value):
-            self._note(end.step, self._writer(rating.value, copied=False, end=end)())
+            self._name_in_head(end.step, self._writer(rating.value, copied=False, end=end)())
 
     def prune(self) -> None:
         """Deletes the checkpoints that the recipe does not keep."""
         self._folder.prune()
 
     def _is_best(self, value: float | None) -> bool:
-        """Whether a checkpoint of weights with that evaluation is kept as the best one."""
+        """Whether a checkpoint with the evaluation `value` would be the best one, and is kept."""
         best = self._folder.best_value
         is_kept = self._section.keep_best and self._section.every > 0
         return is_kept and value is not None and (best is None or value > best)
 
-    def _note(self, step: int, sha256: str) -> None:
-        """A checkpoint exists that no record names."""
+    def _name_in_head(self, step: int, sha256: str) -> None:
+        """Names a saved checkpoint in head.json, because no record names it."""
         self._record.head.note_checkpoint(step, sha256)
         if step <= self._record.end.step:
             self.prune()
@@ -127,8 +128,8 @@ class RunCheckpoints:
         self, value: float | None, *, copied: bool, end: End | None = None
     ) -> Callable[[], str]:
         """A function that writes the checkpoint of the newest step and returns its sha256.
-        `copied`: it writes the state as it is now, whenever and on whichever thread it is called.
-        `end`: see RunRecord.state_dict."""
+        `copied`: the function writes the state at the time of this call, and may run later on any
+        thread. `end`: see RunRecord.state_dict."""
         state = self._record.state_dict(end)
         parts = self._parts
         step = self._record.progress.step
@@ -136,9 +137,9 @@ class RunCheckpoints:
         models = {"": parts.model} | {name: model for name, (model, _) in further_models.items()}
         copies: dict[str, dict[str, torch.Tensor]] = {}
         with phase("checkpoint"):
-            trained, shared = self._trainers.state_of(self._trainer, copied=copied)
+            trainer_state, contribution = self._trainers.state_of(self._trainer, copied=copied)
             if copied:
-                trained = copy_state(trained)
+                trainer_state = copy_state(trainer_state)
                 copies = {
                     name: copy_weights(saved_weights(model))
                     for name, model in models.items()
@@ -151,12 +152,12 @@ class RunCheckpoints:
                     step,
                     parts.model,
                     parts.tokenizer,
-                    trained,
+                    trainer_state,
                     state,
                     value,
                     prune=False,
                     further_models=further_models,
-                    contribution=shared,
+                    contribution=contribution,
                     copies=copies,
                 )[1]
 

@@ -102,7 +102,7 @@ class RunEvaluation:
     async def _play(self, step: int, *, full: bool, label: str) -> Evaluated:
         """Plays the evaluation's attempts."""
         run_engines = self._parts.run_engines
-        async with nullcontext() if run_engines is None else run_engines.looked_after():
+        async with nullcontext() if run_engines is None else run_engines.with_repairs():
             samples = self._parts.config.evaluation.samples if full else 0
             work = asyncio.create_task(
                 evaluate(self._parts, step, samples=samples, players=self.players, label=label)

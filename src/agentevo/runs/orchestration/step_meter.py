@@ -1,5 +1,5 @@
 """Measures a step while it runs: the seconds of its phases, and the growth of the engine's
-counters. The step's row of metrics is made of these and of its data."""
+counters. From them and the step's data it computes the step's row of metrics."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from agentevo.training.learner import PreparedBatch
 
 
 class StepMeter:
-    """See the module. The time in which a version is announced belongs to the next step's row: the
-    row of its own step is committed before."""
+    """Measures one step after another. The time of a version's announcement is in the row of the
+    next step, because the row of the version's own step is committed before the announcement."""
 
     def __init__(
         self, parts: Components, source: BatchSource, rollouts: RolloutSource, peak: Peak
@@ -33,21 +33,21 @@ class StepMeter:
         self._peak = peak
         self._laps: dict[str, float] = {}
         self._counters: dict[str, float] = {}
-        self._begun = 0.0
-        self._lap_begun = 0.0
+        self._step_started_at = 0.0
+        self._lap_started_at = 0.0
         self._announced_s = 0.0
 
     def begin(self) -> None:
-        """A step begins."""
-        self._begun = self._lap_begun = time.perf_counter()
+        """Starts the measurement of a step."""
+        self._step_started_at = self._lap_started_at = time.perf_counter()
         self._counters = self._parts.engine_stats()
         self._laps = {}
 
     def lap(self, name: str) -> None:
-        """The phase `name` ends, and the next one begins."""
+        """Ends the phase `name`, and begins the next phase."""
         now = time.perf_counter()
-        self._laps[name] = now - self._lap_begun
-        self._lap_begun = now
+        self._laps[name] = now - self._lap_started_at
+        self._lap_started_at = now
 
     def metrics(
         self,
@@ -57,9 +57,12 @@ class StepMeter:
         updated: Mapping[str, float],
         dropped: Mapping[str, str],
     ) -> dict[str, float]:
-        """The step's row. `dropped`: attempt -> why it is not trained on. Called when its last
-        phase has ended."""
-        timings = {**self._laps, "step": self._lap_begun - self._begun + self._announced_s}
+        """The step's row, after the end of its last phase. `dropped`: attempt -> the reason why the
+        attempt is not trained on."""
+        timings = {
+            **self._laps,
+            "step": self._lap_started_at - self._step_started_at + self._announced_s,
+        }
         timings["update_weights"] += self._announced_s
         metrics = step_metrics(step, collected, batch, updated)
         engine = None
@@ -70,7 +73,7 @@ class StepMeter:
         return metrics | performance_metrics(timings, engine, metrics, self._peak.flops_per_s)
 
     async def announce(self, step: int) -> None:
-        """Other processes may have version `step` from now on."""
+        """Announces version `step` to other processes, and measures the time."""
         started = time.perf_counter()
         await self._rollouts.announce(step)
         self._announced_s = time.perf_counter() - started

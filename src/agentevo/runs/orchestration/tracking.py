@@ -1,4 +1,4 @@
-"""The trackers of one run: which ones its configuration names, and what they receive at its
+"""The trackers of one run: the trackers in its configuration, and the data that they receive at its
 beginning and at its end."""
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from agentevo.runs.folder.lock import only_trainer
 from agentevo.runs.folder.now_file import NowFile
 from agentevo.types import Trajectory
 
-BOARD = "tensorboard"
-LONGEST_TEXT = 4000
-"""The number of characters of an attempt's conversation in a table for people."""
+TENSORBOARD = "tensorboard"
+MAX_CONVERSATION_CHARS = 4000
+"""The maximum number of characters of an attempt's conversation in the table of attempts."""
 COLUMNS = ("task", "attempt", "status", "reward", "success", "turns", "tokens", "said", "error")
 
 
-class Hearer(Protocol):
+class MessageListener(Protocol):
     """Receives the messages of trackers; an example is LiveView."""
 
     def note(self, text: str) -> None: ...
@@ -59,23 +59,22 @@ class Lines:
         self.note(text)
 
 
-def chosen(config: RunConfig, *, board: bool = True) -> list[TrackerConfig]:
-    """The options of each tracker. TensorBoard is one of them unless it is off. `board`: the run
-    has a folder for it."""
-    backends = [backend for backend in config.tracking.backends if backend.name != BOARD]
-    named = len(backends) < len(config.tracking.backends)
-    has_board = board and (named or config.tracking.tensorboard)
-    return [*([TrackerConfig(name=BOARD)] if has_board else []), *backends]
+def chosen_trackers(config: RunConfig, *, board: bool = True) -> list[TrackerConfig]:
+    """The options of each tracker, including TensorBoard unless it is off. `board`: whether the run
+    has a folder, which TensorBoard needs."""
+    backends = [backend for backend in config.tracking.backends if backend.name != TENSORBOARD]
+    is_listed = len(backends) < len(config.tracking.backends)
+    has_board = board and (is_listed or config.tracking.tensorboard)
+    return [*([TrackerConfig(name=TENSORBOARD)] if has_board else []), *backends]
 
 
 def check_tracking(config: RunConfig) -> None:
-    """Raises ConfigError for a tracker that can't begin, independent of the network: its package or
-    its key is missing."""
-    for tracker in chosen(config):
+    """Raises ConfigError for a tracker whose package or key is missing. Makes no network call."""
+    for tracker in chosen_trackers(config):
         try:
             trackers.get(tracker.name).check(tracker)
         except MissingExtraError as error:
-            if tracker.name != BOARD:
+            if tracker.name != TENSORBOARD:
                 raise
             raise MissingExtraError(
                 "tracking.tensorboard=true needs the package tensorboard: pip install "
@@ -87,16 +86,19 @@ def check_tracking(config: RunConfig) -> None:
 def track(
     config: RunConfig,
     kind: str,
-    hearer: Hearer,
+    hearer: MessageListener,
     is_stopped: Callable[[], bool] = lambda: False,
     *,
     folder: Path | None = None,
 ) -> Iterator[Tracking]:
-    """The trackers of a run. They end with the block, with the state in which it ends. The first of
-    several processes that train together has them; the other processes have none. `folder`: for a
-    command without a run's folder, such as an evaluation."""
+    """The trackers of a run. At the end of the block they are closed with the final state. If
+    several processes train together, only the first one has trackers. `folder`: the folder for the
+    files of a command without a run's folder, such as an evaluation."""
     tracking = Tracking(
-        [(tracker, trackers.get(tracker.name)) for tracker in chosen(config, board=folder is None)]
+        [
+            (tracker, trackers.get(tracker.name))
+            for tracker in chosen_trackers(config, board=folder is None)
+        ]
         if is_first()
         else [],
         _describe_run(config, kind, folder),
@@ -123,11 +125,11 @@ def report_evaluation(
     *,
     step: int = 0,
     folder: Path,
-    hearer: Hearer,
+    hearer: MessageListener,
 ) -> None:
-    """An evaluation as a run of its own in the trackers that the configuration lists. Their files
-    go below `folder`. TensorBoard is not among them, since it needs a run's folder."""
-    if not chosen(config, board=False):
+    """Reports an evaluation as a separate run to the configuration's trackers, except TensorBoard,
+    which needs a run's folder. The trackers write their files below `folder`."""
+    if not chosen_trackers(config, board=False):
         return
     with track(config, "eval", hearer, folder=folder) as tracking:
         tracking.put(TrackedRow(step=step, time=time.time(), metrics=dict(metrics)))
@@ -136,7 +138,7 @@ def report_evaluation(
 def attempts_table(
     config: RunConfig, trajectories: Sequence[Trajectory]
 ) -> tuple[TrackedTable, ...]:
-    """The first attempts of a step for people, as many as the configuration allows."""
+    """A table of the first attempts of a step, at most `tracking.attempts`, for people."""
     count = config.tracking.attempts
     if not count or not trajectories:
         return ()
@@ -168,8 +170,12 @@ def _transcript(trajectory: Trajectory) -> str:
             parts.append(f"[{message.role}] {message.text}{calls}")
 
     text = "\n".join(parts)
-    left_out = len(text) - LONGEST_TEXT
-    return text if left_out <= 0 else f"{text[:LONGEST_TEXT]}... ({left_out} characters more)"
+    left_out = len(text) - MAX_CONVERSATION_CHARS
+    return (
+        text
+        if left_out <= 0
+        else f"{text[:MAX_CONVERSATION_CHARS]}... ({left_out} characters more)"
+    )
 
 
 def _describe_run(config: RunConfig, kind: str, folder: Path | None) -> TrackedRun:
@@ -188,7 +194,7 @@ def _describe_run(config: RunConfig, kind: str, folder: Path | None) -> TrackedR
 
 
 def _end(tracking: Tracking, config: RunConfig, state: State, folder: Path | None) -> None:
-    """Gives the trackers the files of the run's folder and everything that still waits."""
+    """Closes the trackers, after they have received the files of the run's folder."""
     figures: dict[str, Path] = {}
     artifacts: dict[str, Path] = {}
     summary: dict[str, Any] = {}
@@ -216,9 +222,9 @@ def _best_checkpoint(config: RunConfig) -> dict[str, Path]:
 
 
 def is_first() -> bool:
-    """Whether this process is the first of those that train together (training/parallel.py). A
-    process that a launcher has started and that has not joined the others yet knows this by
-    RANK."""
+    """Whether this process is the first of the processes that train together
+    (training/parallel.py). Before the processes have joined, the launcher's variable RANK
+    decides."""
     torch = sys.modules.get("torch")
     distributed = getattr(torch, "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -230,8 +236,8 @@ def is_first() -> bool:
 def only_trainer_here(
     folder: Path, view: LiveView, is_stopped: Callable[[], bool]
 ) -> Iterator[None]:
-    """Holds the run's lock, and the file that shows other processes the state of the run. Of
-    several processes that train together, the first one writes that file."""
+    """Holds the run's lock, and keeps RUN/now.json up to date for other processes. If several
+    processes train together, the first one writes the file."""
 
     def moment() -> Moment:
         return msgspec.structs.replace(view.moment(), is_stopping=is_stopped())

@@ -28,7 +28,7 @@ from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.task_source import TaskSource
 from agentevo.runs.folder.identity import ensure_run_folder
 from agentevo.runs.processes.endpoint import Endpoint, open_endpoint
-from agentevo.runs.processes.sample import conversation, engines_and_store
+from agentevo.runs.processes.sample import chat_of_recipe, engines_and_store
 from agentevo.runs.processes.session_routes import SessionRoutes
 from agentevo.runtime.console import to_stderr
 from agentevo.runtime.event_loop import in_thread, run_coroutine
@@ -55,7 +55,7 @@ def run_gateway(
     Scoring(config.rewards)
     tasks = TaskSource(config, None) if config.tasks.given else None
     with catch_stop_signals() as stop, open_endpoint(config.run_dir, host, port, tls) as endpoint:
-        chat, context_length = conversation(config)
+        chat, context_length = chat_of_recipe(config)
         if not ensure_run_folder(config, within_s=STORE_RETRY_S, stop=stop, note=note):
             return
         if tasks is not None and tasks.read is not None:

@@ -19,8 +19,8 @@ from agentevo.runs.orchestration.checks import (
     check_parts,
     check_unloaded,
     load_checked,
-    remarks_before,
-    serves_elsewhere,
+    needs_no_whole_model,
+    startup_notes,
 )
 from agentevo.runs.orchestration.ranks import follow
 from agentevo.runs.orchestration.refusals import Refusals
@@ -62,7 +62,7 @@ def check_dry_learn(config: RunConfig) -> list[str]:
     refusals.collect(check_new_folder, config.run_dir, "run.dir")
     refusals.collect(check_unloaded, config)
     refusals.raise_all()
-    return remarks_before(config, given_tasks)
+    return startup_notes(config, given_tasks)
 
 
 def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = None) -> None:
@@ -91,7 +91,7 @@ def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = No
         check_resume(config, started_separately=True)
     else:
         new = not (config.run_dir / "config.yaml").is_file()
-        for_part = world_size() > 1 and serves_elsewhere(config, is_disaggregated=True)
+        for_part = world_size() > 1 and needs_no_whole_model(config, is_disaggregated=True)
         loaded = load_checked(config, for_part=for_part) if new else None
         ensure_run_folder(config)
 

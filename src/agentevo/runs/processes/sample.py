@@ -1,10 +1,10 @@
 """`agentevo sample`: a sampler of a run as a separate process.
 
-It needs neither weights nor torch: conversations are encoded with the recipe's tokenizer, tokens
-come from the engines that announce themselves in RUN/engines/ (or that are given by URL), tasks and
-trajectories go through the run's store. It may start before any of them, and waits for them. At a
-stop request (SIGTERM, Ctrl-C, the end of its parent) it returns its tasks; if it is killed, its
-leases run out and other samplers get the tasks.
+A sampler needs neither weights nor torch. It encodes conversations with the recipe's tokenizer,
+gets tokens from the engines that announce themselves in RUN/engines/ (or from engines at given
+URLs), reads tasks from the run's store, and writes trajectories there. It may start before the
+engines and the store, and waits for them. At a stop request (SIGTERM, Ctrl-C, the end of its
+parent) it returns its tasks. If it is killed, its leases expire and other samplers get the tasks.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     from agentevo.inference.serving.remote import RemoteEngine
     from agentevo.inference.serving.secret import RunSecret
 
-DONE_S = 2.0
-"""How often to look whether the run has committed its last step, in seconds."""
+LAST_STEP_POLL_S = 2.0
+"""The interval of checks whether the run has committed its last step, in seconds."""
 GRACE_S = 2.0
-"""How long the service may take to notice a request to stop, in seconds; then it is cancelled. A
-stopping service has STOP_TIMEOUT_S more, and then this time once more."""
+"""The seconds in which the service must begin to stop after a stop request. A service that is
+stopping has STOP_TIMEOUT_S + GRACE_S more. After that it is cancelled."""
 
 
 def sample(
@@ -66,10 +66,11 @@ def sample(
     tasks: Sequence[Task] | None = None,
     note: Callable[[str], None] = to_stderr,
 ) -> None:
-    """Samples until it is asked to stop, or the run's last step is committed; blocks.
+    """Samples until a stop request, or until the run's last step is committed. Blocks.
 
-    `engines` are URLs; without them it uses those that the run's folder lists. It ends when the
-    process `parent` ends, and not before. Raises ConfigError before anything is created.
+    `engines`: the engines' URLs; default: the engines that the run's folder lists. With `parent`,
+    it ends when that process ends, and not when the run ends. Raises ConfigError before anything is
+    created.
     """
     from agentevo.inference.serving.address import EngineAddress
     from agentevo.inference.serving.secret import RunSecret
@@ -87,7 +88,7 @@ def sample(
     source = TaskSource(config, tasks)
     player = find_agent(config, agent)
     with catch_stop_signals(parent) as stop:
-        chat, context_length = conversation(config)
+        chat, context_length = chat_of_recipe(config)
         if not ensure_run_folder(config, within_s=STORE_RETRY_S, stop=stop, note=note):
             return
         if source.read is not None:
@@ -103,15 +104,14 @@ def sample(
                 chat,
                 context_length,
                 stop,
-                ends=parent is None,
+                ends_with_run=parent is None,
                 note=note,
             )
         )
 
 
-def conversation(config: RunConfig) -> tuple[ChatFormat, int]:
-    """The chat format of the recipe's model, and the length of its context in tokens; without
-    reading its weights."""
+def chat_of_recipe(config: RunConfig) -> tuple[ChatFormat, int]:
+    """The chat format and the context length in tokens of the recipe's model. Reads no weights."""
     if config.model.name == "tiny":  # created here
         tiny = config.model.tiny
         texts = corpus_of(config) if tiny.tokenizer == "word" else ()
@@ -147,7 +147,7 @@ async def _sample(
     context_length: int,
     stop: Callable[[], bool],
     *,
-    ends: bool,
+    ends_with_run: bool,
     note: Callable[[str], None],
 ) -> None:
     async with engines_and_store(config, urls, stop, note, name) as opened:
@@ -170,13 +170,15 @@ async def _sample(
         note(f"{name}: sampling for {short(config.run_dir)}")
 
         with closing(sampler):
-            await _serve(service, engine, store, config.trainer.steps, stop, ends=ends)
+            await _serve(
+                service, engine, store, config.trainer.steps, stop, ends_with_run=ends_with_run
+            )
 
-        written = service.stats()["sampler/groups_written"]
+        num_groups = service.stats()["sampler/groups_written"]
         steps = config.trainer.steps
         end_note = f": the run has made its {steps} step{'s' * (steps != 1)}"
         note(
-            f"{name}: stopped after {written:g} group{'s' * (written != 1)}"
+            f"{name}: stopped after {num_groups:g} group{'s' * (num_groups != 1)}"
             + ("" if stop() else end_note)
         )
 
@@ -189,17 +191,17 @@ async def engines_and_store(
     note: Callable[[str], None],
     name: str,
 ) -> AsyncIterator[tuple[RemoteEngine, Store, CallLog] | None]:
-    """The run's engines (`urls`, else those of its folder), its store, and the log of calls, all
-    closed at the end; None if `stop` came before the store was open. `name`: the name of this
-    process, for its traces."""
+    """Opens the run's engines (at `urls`, else those that its folder lists), its store, and the log
+    of calls, and closes them at the end. None if `stop` was true before the store was open. `name`:
+    the name of this process in traces."""
     from agentevo.inference.serving.directory import EngineDirectory
     from agentevo.inference.serving.remote import RemoteEngine
     from agentevo.inference.serving.secret import RunSecret
 
-    opening = asyncio.create_task(
+    store_opening = asyncio.create_task(
         open_run_store(config.store_url, within_s=STORE_RETRY_S, notify=note)
     )
-    if not await finishes_before_stop(opening, stop):
+    if not await finishes_before_stop(store_opening, stop):
         yield None
         return
 
@@ -214,7 +216,7 @@ async def engines_and_store(
     )
     try:
         async with (
-            opening.result() as store,
+            store_opening.result() as store,
             open_tracing(config, process=name, notify=note, is_remote=True) as tracing,
             call_log(config.store_url, notify=note, tracing=tracing) as calls,
         ):
@@ -225,7 +227,8 @@ async def engines_and_store(
 
 
 def _announcement_watcher(config: RunConfig, secret: RunSecret) -> AnnouncementWatcher | None:
-    """For engines that announce themselves in the object store of the weights, if there is one."""
+    """Finds engines that announce themselves in the object store of the weights. None without such
+    a store."""
     from agentevo.inference.serving.announcements import AnnouncementWatcher, StoreAnnouncements
     from agentevo.inference.weights.objects import Objects
 
@@ -242,15 +245,15 @@ async def _serve(
     steps: int,
     stop: Callable[[], bool],
     *,
-    ends: bool,
+    ends_with_run: bool,
 ) -> None:
-    """Runs the service until `stop` or, where it `ends` by itself, the last step; raises what fails
-    in that time."""
+    """Runs the service until `stop`, or with `ends_with_run` until the run's last step is
+    committed. Raises the service's errors."""
     done: list[bool] = []
-    await engine.refresh()  # from here on it continues looking
+    await engine.refresh()  # starts the search for engines
 
     serving = asyncio.create_task(service.run(lambda: stop() or bool(done)))
-    watching = [asyncio.create_task(_until_done(store, steps, done))] if ends else []
+    watching = [asyncio.create_task(_until_done(store, steps, done))] if ends_with_run else []
     try:
         while not serving.done() and not stop() and not done:
             finished, _ = await asyncio.wait(
@@ -277,4 +280,4 @@ async def _until_done(store: Store, steps: int, done: list[bool]) -> None:
         if last is not None and last.step >= steps:
             done.append(True)
             return
-        await asyncio.sleep(DONE_S)
+        await asyncio.sleep(LAST_STEP_POLL_S)

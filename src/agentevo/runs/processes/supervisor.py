@@ -1,11 +1,10 @@
-"""Samplers and engines as child processes that are restarted when they die: those of `agentevo
-train` with rollout.samplers above 0, and those of one machine of a launch.
+"""Samplers and engines as child processes that are restarted when they die. `agentevo train` with
+rollout.samplers above 0 has such children, and so does each machine of a launch.
 
-The children are `agentevo serve` and `agentevo sample`, with their output in RUN/logs/ and in
-sessions of their own: Ctrl-C is for this process only. A child that was killed from outside is
-always replaced. A child that fails MAX_FAILURES times in a row without having worked has a defect:
-`check` then raises, with the end of its log. An engine counts as having worked once it was
-announced for SOON_S, a sampler once it ran for LONG_S. The children always end with this process.
+The children are `agentevo serve` and `agentevo sample`. They write to RUN/logs/, and run in their
+own sessions, so Ctrl-C reaches only this process. A child that was killed from outside is always
+replaced. If a child fails MAX_FAILURES times in a row without having worked, `check` raises an
+error with the end of its log. The children always end with this process.
 """
 
 from __future__ import annotations
@@ -31,15 +30,17 @@ from agentevo.runtime.device_names import visible
 
 POLL_INTERVAL_S = 0.2
 SOON_S = 20.0
+"""An engine has worked if it was announced for this long."""
 LONG_S = 200.0
+"""A sampler has worked if it ran for this long."""
 FAULTS = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
-"""Signals that a process causes itself. All others come from outside, and are not its fault."""
+"""Signals that a process causes itself. Another signal comes from outside and is no failure."""
 MAX_FAILURES = 3
-"""In a row."""
+"""The number of failures in a row after which a child is not restarted."""
 FIRST_DELAY_S = 0.2
 MAX_DELAY_S = 5.0
 GRACE_S = 15.0
-"""For a clean end."""
+"""The time in which the children may end cleanly."""
 SHOWN_LINES = 15
 
 
@@ -55,37 +56,37 @@ class ChildProcess:
     command: list[str]
     log: Path
     engines: EngineDirectory | None = None
-    """The directory in which it announces itself, if it is an engine."""
+    """The directory in which an engine announces itself. None for a sampler."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables in addition to ours."""
+    """Environment variables in addition to those of this process."""
     process: subprocess.Popen[bytes] | None = None
-    started: float = 0.0
-    announced: float | None = None
-    """When the announcement of this process was first seen."""
+    started_at: float = 0.0
+    announced_at: float | None = None
+    """The time at which the announcement of the current process was first seen."""
     not_before: float = 0.0
     failures: int = 0
-    """How often it has ended by itself since one of its processes last worked."""
-    trouble: str = ""
-    """Why it could not be started, as reported last."""
+    """The number of failed processes since the last one that worked."""
+    start_error: str = ""
+    """The last reported reason why the child could not be started."""
 
     def start(self) -> None:
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
                 self.command,
-                env={**os.environ, TRUST: "1", **self.environment},  # its recipe's code runs here
+                env={**os.environ, TRUST: "1", **self.environment},  # the user trusts this recipe
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
-        self.started = time.monotonic()
-        self.announced = None
-        self.trouble = ""
+        self.started_at = time.monotonic()
+        self.announced_at = None
+        self.start_error = ""
 
-    def look(self) -> int | None:
-        """Starts it when it is due. Returns its exit code if it has ended since the last look.
-        Raises OSError if it can't be started."""
+    def poll(self) -> int | None:
+        """Starts the process if `not_before` has passed. Returns the exit code of a process that
+        has ended since the last call. Raises OSError if the process can't be started."""
         if self.process is None:
             if time.monotonic() >= self.not_before:
                 self.start()
@@ -93,36 +94,38 @@ class ChildProcess:
 
         code = self.process.poll()
         if code is None:
-            self._look_for_announcement(self.process.pid)
+            self._find_announcement(self.process.pid)
             return None
 
-        if self._was_of_use():
+        if self._has_worked():
             self.failures = 0
         elif (
-            code > 0 or -code in FAULTS or (code == 0 and time.monotonic() - self.started < SOON_S)
+            code > 0
+            or -code in FAULTS
+            or (code == 0 and time.monotonic() - self.started_at < SOON_S)
         ):
-            self.failures += 1  # 0: a requested end is unlikely so soon
+            self.failures += 1  # a requested end (code 0) is unlikely so soon
 
         self.process = None
         self.not_before = time.monotonic() + min(FIRST_DELAY_S * 2.0**self.failures, MAX_DELAY_S)
         return code
 
-    def _look_for_announcement(self, pid: int) -> None:
-        if self.engines is None or self.announced is not None:
+    def _find_announcement(self, pid: int) -> None:
+        if self.engines is None or self.announced_at is not None:
             return
-        with suppress(OSError):  # the next look finds out
+        with suppress(OSError):  # the next call tries again
             announcement = self.engines.find(self.name)
             if announcement is not None and announcement.pid == pid:
-                self.announced = time.monotonic()
+                self.announced_at = time.monotonic()
 
-    def _was_of_use(self) -> bool:
+    def _has_worked(self) -> bool:
         if self.engines is None:
-            return time.monotonic() - self.started >= LONG_S
-        return self.announced is not None and time.monotonic() - self.announced >= SOON_S
+            return time.monotonic() - self.started_at >= LONG_S
+        return self.announced_at is not None and time.monotonic() - self.announced_at >= SOON_S
 
 
 class Children:
-    """See the module. Entering it starts the processes."""
+    """Restarts child processes. The `with` statement starts and ends them."""
 
     def __init__(
         self, children: Sequence[ChildProcess], note: Callable[[str], None], logs: Path
@@ -130,7 +133,7 @@ class Children:
         self._children = children
         self._note = note
         self._logs = logs
-        self._ended = threading.Event()
+        self._is_ending = threading.Event()
         self._failure: ChildFailedError | None = None
         self._thread = threading.Thread(target=self._watch, name="children", daemon=True)
 
@@ -142,7 +145,7 @@ class Children:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._ended.set()
+        self._is_ending.set()
         self._thread.join()
 
         processes = [child.process for child in self._children if child.process is not None]
@@ -158,46 +161,47 @@ class Children:
                 process.wait()
 
     def check(self) -> None:
-        """Raises ChildFailedError when a child can't be kept alive."""
+        """Raises ChildFailedError if a child has failed too often."""
         if self._failure is not None:
             raise self._failure
 
     def _watch(self) -> None:
         try:
-            while not self._ended.wait(POLL_INTERVAL_S) and self._failure is None:
+            while not self._is_ending.wait(POLL_INTERVAL_S) and self._failure is None:
                 for child in self._children:
-                    self._look_after(child)
-        except Exception as error:  # noqa: BLE001 (it would be lost, and children no longer replaced)
+                    self._supervise(child)
+        except Exception as error:  # noqa: BLE001 (`check` raises it in the main thread)
             self._failure = ChildFailedError(
                 f"samplers and engines are no longer supervised: {type(error).__name__}: {error}"
             )
             self._failure.__cause__ = error
 
-    def _look_after(self, child: ChildProcess) -> None:
+    def _supervise(self, child: ChildProcess) -> None:
         try:
-            code = child.look()
+            code = child.poll()
         except OSError as error:  # no memory, process or file is available at the moment
             child.not_before = time.monotonic() + MAX_DELAY_S
-            if str(error) != child.trouble:
-                child.trouble = str(error)
+            if str(error) != child.start_error:
+                child.start_error = str(error)
                 self._note(
-                    f"{child.name} can't be started ({error}): tried again every {MAX_DELAY_S:g} s"
+                    f"{child.name} can't be started ({error}); "
+                    f"it is tried again every {MAX_DELAY_S:g} s"
                 )
             return
 
         if code is None:
             return
 
-        how = f"{'signal' if code < 0 else 'exit code'} {abs(code)}"
+        exit_text = f"{'signal' if code < 0 else 'exit code'} {abs(code)}"
         if child.failures < MAX_FAILURES:
-            self._note(f"{child.name} ended ({how}) and is started again")
+            self._note(f"{child.name} ended ({exit_text}) and is started again")
             return
 
-        what = (
+        summary = (
             f"{child.name} failed {MAX_FAILURES} times before it did any work (the last time: "
-            f"{how}); {child.log} ends with:"
+            f"{exit_text}); {child.log} ends with:"
         )
-        self._failure = ChildFailedError("\n".join([what, *_end_of(child.log)]))
+        self._failure = ChildFailedError("\n".join([summary, *_end_of(child.log)]))
 
 
 class ChildSupervisor(Children):
@@ -226,32 +230,32 @@ def make_children(
     machine: str = "",
     is_shared: bool = False,
 ) -> list[ChildProcess]:
-    """The engines, for each its devices by number, and samplers of a run whose recipe and overrides
-    are `recipe`. `machine` begins their numbers in their names; `is_shared`: other machines ask
-    these engines too."""
-    announced = EngineDirectory(run_dir / "engines")
+    """The engines and samplers of a run. `recipe`: the recipe's file and overrides; `engines`: the
+    device numbers of each engine; `machine`: a prefix of the numbers in the names; `is_shared`:
+    other machines use these engines too."""
+    engine_directory = EngineDirectory(run_dir / "engines")
     parent = ["--parent", str(os.getpid())]
     host = ["--host", "0.0.0.0"] if is_shared else []
 
-    def child(
+    def make_child(
         command: str,
         name: str,
         options: Sequence[str] = (),
         directory: EngineDirectory | None = None,
         devices: Sequence[int] = (),
     ) -> ChildProcess:
-        words = [sys.executable, "-m", "agentevo", command, *recipe, "--name", name]
+        arguments = [sys.executable, "-m", "agentevo", command, *recipe, "--name", name]
         log = run_dir / "logs" / f"{name}.log"
         environment = visible(devices)
         return ChildProcess(
-            name, [*words, *options, *parent], log, directory, environment=environment
+            name, [*arguments, *options, *parent], log, directory, environment=environment
         )
 
     children = [
-        child("serve", f"engine-{machine}{n}", host, announced, devices)
+        make_child("serve", f"engine-{machine}{n}", host, engine_directory, devices)
         for n, devices in enumerate(engines)
     ]
-    return children + [child("sample", f"sampler-{machine}{n}") for n in range(samplers)]
+    return children + [make_child("sample", f"sampler-{machine}{n}") for n in range(samplers)]
 
 
 def _end_of(log: Path) -> list[str]:

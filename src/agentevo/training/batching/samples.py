@@ -1,9 +1,9 @@
 """Converts trajectories to training samples with advantages: one sample per leaf of the turn tree,
 with each sampled token trained exactly once.
 
-An advantage with one number per attempt is computed from the attempt's reward. An advantage along
-tokens or turns gets each turn's reward at the turn's last token, and the remaining reward of the
-attempt at the end.
+A per-attempt advantage is computed from the attempt's reward. A per-token or per-turn advantage
+reads each turn's reward at the turn's last token, and the attempt's remaining reward at the
+attempt's last token.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from agentevo.types import Sample, Trajectory, Turn
 from agentevo.types.penalties import TokenPenalties
 
 Tables: TypeAlias = Mapping[str, torch.Tensor]
-"""Name -> numbers of the trained tokens, [S, T]. Row s has those of sample s, from the left."""
+"""Name -> numbers of the trained tokens, [S, T]. Row s begins with the numbers of sample s."""
 
 UPDATE_COLUMNS = ("old_logp", "ref_logp", "values")
-"""The names of the tables that the update needs, too."""
+"""The names of the tables that the samples keep for the update."""
 
 
 class SampleRow(NamedTuple):
@@ -38,7 +38,7 @@ class SampleRow(NamedTuple):
     trajectory: Trajectory
     sample: Sample
     turns: np.ndarray
-    """[M] int64: the turn of each of its trained tokens."""
+    """[M] int64: the turn of each trained token."""
 
 
 def advantages_of(
@@ -132,7 +132,7 @@ def _inputs_of(
 def _finish_sample(
     sample: Sample, advantages: torch.Tensor, columns: Mapping[str, torch.Tensor]
 ) -> Sample:
-    """Its advantages and columns are views of rows of the tables."""
+    """The sample with its advantages and columns, which are views of the tables."""
     count = sample.num_trained
     trained = {name: row[:count].numpy() for name, row in columns.items()}
     return msgspec.structs.replace(sample, advantages=advantages[:count].numpy(), columns=trained)
@@ -141,7 +141,7 @@ def _finish_sample(
 def _reward_table(
     rows: Sequence[SampleRow], *, per_turn: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rewards [S, T] float64 and turns [S, T] int64 (-1 where nothing is trained)."""
+    """The rewards [S, T] float64 and turns [S, T] int64 (-1 for padding)."""
     width = max(len(row.turns) for row in rows)
     rewards = torch.zeros(len(rows), width, dtype=torch.float64)
     turn_ids = torch.full((len(rows), width), -1, dtype=torch.int64)
@@ -149,13 +149,13 @@ def _reward_table(
     for index, (trajectory, _, turns) in enumerate(rows):
         turn_ids[index, : len(turns)] = torch.from_numpy(turns)
         if per_turn and len(turns):
-            lasts = [*np.flatnonzero(np.diff(turns)).tolist(), len(turns) - 1]
-            for place in lasts:
-                rewards[index, place] += trajectory.turns[turns[place]].reward
+            last_tokens = [*np.flatnonzero(np.diff(turns)).tolist(), len(turns) - 1]
+            for position in last_tokens:
+                rewards[index, position] += trajectory.turns[turns[position]].reward
 
         if last_row.get(trajectory.id) == index:
-            paid = sum(turn.reward for turn in trajectory.turns) if per_turn else 0.0
-            rewards[index, len(turns) - 1] += trajectory.reward - paid
+            turn_rewards = sum(turn.reward for turn in trajectory.turns) if per_turn else 0.0
+            rewards[index, len(turns) - 1] += trajectory.reward - turn_rewards
 
     return rewards, turn_ids
 
@@ -170,13 +170,15 @@ def _parent_table(rows: Sequence[SampleRow], turn_ids: torch.Tensor) -> torch.Te
 
 
 def _reward_parts(rows: Sequence[SampleRow]) -> dict[str, torch.Tensor]:
-    """Name -> [S] float64. Raises TrainingError if a trajectory has no parts; A part that a
-    trajectory lacks counts as 0."""
-    silent = next((row.trajectory.id for row in rows if not row.trajectory.reward_parts), None)
-    if silent is not None:
+    """Name -> [S] float64. A part that a trajectory lacks counts as 0. Raises TrainingError if a
+    trajectory has no parts."""
+    without_parts = next(
+        (row.trajectory.id for row in rows if not row.trajectory.reward_parts), None
+    )
+    if without_parts is not None:
         raise TrainingError(
-            f"trajectory {silent} has a reward without parts, and algorithm.advantage=gdpo "
-            f"normalises each part: return the parts as "
+            f"trajectory {without_parts} has a reward without parts, and algorithm.advantage=gdpo "
+            "normalises each part: return the parts as "
             "Outcome(reward_parts={...}), or choose grpo"
         )
 
@@ -196,19 +198,18 @@ def trajectory_rows(
     train_observations: bool = False,
     routed: bool = False,
 ) -> list[SampleRow]:
-    """One row per root-to-leaf path. A turn on several paths is trained only in the first one, and
+    """One row per root-to-leaf path. A turn on several paths is trained only in the first path, and
     is context in the others. A turn that was sampled from another distribution than the recipe's,
     or under a grammar whose masks are None, is always context. A path without trained tokens has no
-    row. `masks`: the masks of turns under a grammar, if the loss uses the distribution that they
-    were sampled from.
+    row. `masks`: turn -> the masks of its grammar, if the loss uses the masked distribution.
 
     `train_observations`: the tokens that the policy read between two turns of a path belong to the
-    later turn, and are trained with it. They were not sampled: their log-probs are nan, for
-    `with_observed_logprobs`. `routed`: samples have the routed experts that were recorded; raises
-    TrainingError if they don't fit the turns."""
+    later turn, and are trained with it. They were not sampled, so their log-probs are nan until
+    `with_observed_logprobs`. `routed`: the samples get the recorded routed experts. Raises
+    TrainingError if the experts don't fit the turns."""
     parents = {turn.parent for turn in trajectory.turns}
-    trained = {turn.index for turn in trajectory.turns if turn.overrides is not None}
-    trained |= {index for index, of_turn in masks.items() if of_turn is None}
+    context_turns = {turn.index for turn in trajectory.turns if turn.overrides is not None}
+    context_turns |= {index for index, turn_masks in masks.items() if turn_masks is None}
     rows = []
     for leaf in trajectory.turns:
         if leaf.index in parents:
@@ -218,11 +219,11 @@ def trajectory_rows(
         while path[0].parent is not None:
             path.insert(0, trajectory.turns[path[0].parent])
 
-        if any(turn.index not in trained for turn in path):
-            row = _path_row(trajectory, path, trained, masks, train_observations)
-            rows.append(_with_recorded(row, path) if routed else row)
+        if any(turn.index not in context_turns for turn in path):
+            row = _path_row(trajectory, path, context_turns, masks, train_observations)
+            rows.append(_with_routed_experts(row, path) if routed else row)
 
-        trained.update(turn.index for turn in path)
+        context_turns.update(turn.index for turn in path)
 
     return rows
 
@@ -230,57 +231,68 @@ def trajectory_rows(
 def with_observed_logprobs(rows: Sequence[SampleRow], logprobs: torch.Tensor) -> list[SampleRow]:
     """The rows, with the trainer's log-probs [S, T] for tokens without log-probs."""
     return [
-        row._replace(sample=_with_observed(row.sample, row_logprobs))
+        row._replace(sample=_fill_logprobs(row.sample, row_logprobs))
         for row, row_logprobs in zip(rows, logprobs.numpy(), strict=True)
     ]
 
 
-def _with_recorded(row: SampleRow, path: Sequence[Turn]) -> SampleRow:
+def _with_routed_experts(row: SampleRow, path: Sequence[Turn]) -> SampleRow:
     recorded = path_rows(row.trajectory.id, path)
     return row._replace(sample=msgspec.structs.replace(row.sample, routed_experts=recorded))
 
 
-def _with_observed(sample: Sample, observed: np.ndarray) -> Sample:
-    drawn = sample.logprobs[sample.loss_mask]
+def _fill_logprobs(sample: Sample, observed: np.ndarray) -> Sample:
+    sampled = sample.logprobs[sample.loss_mask]
     filled = sample.logprobs.copy()
-    filled[sample.loss_mask] = np.where(np.isnan(drawn), observed[: len(drawn)], drawn)
+    filled[sample.loss_mask] = np.where(np.isnan(sampled), observed[: len(sampled)], sampled)
     return msgspec.structs.replace(sample, logprobs=filled)
 
 
 def _path_row(
     trajectory: Trajectory,
     path: list[Turn],
-    trained: set[int],
+    context_turns: set[int],
     masks: TurnMasks,
     train_observations: bool,
 ) -> SampleRow:
-    fresh = [turn.index not in trained for turn in path]
+    fresh = [turn.index not in context_turns for turn in path]
     observed = [
         len(turn.prompt_ids) if train_observations and number and is_fresh else 0
         for number, (turn, is_fresh) in enumerate(zip(path, fresh, strict=True))
     ]
 
-    sizes = [size for turn in path for size in (len(turn.prompt_ids), len(turn.completion_ids))]
-    chosen = [
-        kind
-        for is_fresh, read in zip(fresh, observed, strict=True)
-        for kind in (read > 0, is_fresh)
+    piece_sizes = [
+        size for turn in path for size in (len(turn.prompt_ids), len(turn.completion_ids))
     ]
-    mask = np.repeat(np.array(chosen), sizes)
+    is_piece_trained = [
+        is_trained
+        for is_fresh, num_observed in zip(fresh, observed, strict=True)
+        for is_trained in (num_observed > 0, is_fresh)
+    ]
+    mask = np.repeat(np.array(is_piece_trained), piece_sizes)
     fresh_turns = [
-        (turn, read) for turn, is_fresh, read in zip(path, fresh, observed, strict=True) if is_fresh
+        (turn, num_observed)
+        for turn, is_fresh, num_observed in zip(path, fresh, observed, strict=True)
+        if is_fresh
     ]
     logprobs = np.zeros(len(mask), dtype=np.float32)
     versions = np.full(len(mask), -1, dtype=np.int32)
     if fresh_turns:
         logprobs[mask] = np.concatenate(
-            [piece for turn, read in fresh_turns for piece in ([np.nan] * read, turn.logprobs)]
+            [
+                piece
+                for turn, num_observed in fresh_turns
+                for piece in ([np.nan] * num_observed, turn.logprobs)
+            ]
         )
         versions[mask] = np.concatenate(
             [
                 piece
-                for turn, read in fresh_turns
-                for piece in ([turn.versions[0]] * read if read else [], turn.versions)
+                for turn, num_observed in fresh_turns
+                for piece in (
+                    [turn.versions[0]] * num_observed if num_observed else [],
+                    turn.versions,
+                )
             ]
         )
 
@@ -288,8 +300,8 @@ def _path_row(
         masks.get(turn.index) if is_fresh else None
         for turn, is_fresh in zip(path, fresh, strict=True)
     ]
-    of_pieces = [of_piece for of_turn in masks_of_turns for of_piece in (None, of_turn)]
-    penalties = [of_piece for turn in path for of_piece in (None, turn.penalties)]
+    masks_of_pieces = [piece for turn_masks in masks_of_turns for piece in (None, turn_masks)]
+    penalties = [piece for turn in path for piece in (None, turn.penalties)]
     sample = Sample(
         trajectory_id=trajectory.id,
         group_id=trajectory.group_id,
@@ -301,11 +313,11 @@ def _path_row(
         versions=versions,
         advantages=np.zeros(np.count_nonzero(mask)),
         temperature=next(turn.temperature for turn in path if turn.overrides is None),
-        masks=join_masks(list(zip(sizes, of_pieces, strict=True))),
-        penalties=TokenPenalties.join(list(zip(sizes, penalties, strict=True))),
+        masks=join_masks(list(zip(piece_sizes, masks_of_pieces, strict=True))),
+        penalties=TokenPenalties.join(list(zip(piece_sizes, penalties, strict=True))),
     )
     turns = np.repeat(
         np.array([turn.index for turn, _ in fresh_turns], dtype=np.int64),
-        [read + len(turn.completion_ids) for turn, read in fresh_turns],
+        [num_observed + len(turn.completion_ids) for turn, num_observed in fresh_turns],
     )
     return SampleRow(trajectory, sample, turns)

@@ -2,10 +2,10 @@
 computed from the tree and not from all pairs of nodes. If a pass has only long texts that share
 nothing, it uses PyTorch's flash attention, which is faster.
 
-Node q sees node k exactly if k <= q < ends[k] (training/tree.py). So some query of a later block
-sees a block of keys if the largest of the keys' ends is after the first query. All of its queries
-see all of the keys if the smallest end is after the last query. 128K nodes are 1,024 blocks, and
-their mask takes a few numpy operations on 1,024 x 1,024 numbers.
+Node q sees node k exactly if k <= q < ends[k] (training/tree.py). So for a block of keys and a
+later block of queries: some query may see some key if the largest end of the keys is after the
+first query, and all queries see all keys if the smallest end is after the last query. 128K nodes
+are 1,024 blocks, and their mask takes a few numpy operations on 1,024 x 1,024 numbers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FlexTree:
         self.device = device
         self._masks: dict[int | None, BlockMask] = {}
         self.texts = _long_texts(tree)
-        """The texts, if flash attention can compute all of them. Otherwise empty."""
+        """The texts if flash attention can compute all of them, else empty."""
 
     def attend(
         self,
@@ -57,22 +57,22 @@ class FlexTree:
     ) -> torch.Tensor:
         """See AttentionPlan.attend: q [N, H, D], k and v [N, G, D] -> [N, H, D]."""
         if self.texts and window is None and softcap is None:
-            outs = [_flash(q[text], k[text], v[text], scaling) for text in self.texts]
-            return outs[0] if len(outs) == 1 else torch.cat(outs)
+            outputs = [_flash(q[text], k[text], v[text], scaling) for text in self.texts]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
         if window not in self._masks:
             self._masks[window] = self.block_mask(window)
 
         num_padding = len(self.ends) - self.num_nodes
         dim = q.shape[-1]
-        wider = max(0, MIN_HEAD_DIM - dim)  # zeros add nothing to scores and outputs
+        dim_padding = max(0, MIN_HEAD_DIM - dim)  # zeros add nothing to scores and outputs
         heads = [
-            (F.pad(x, (0, wider, 0, 0, 0, num_padding)) if num_padding or wider else x)
+            (F.pad(x, (0, dim_padding, 0, 0, 0, num_padding)) if num_padding or dim_padding else x)
             .transpose(0, 1)
             .unsqueeze(0)
             for x in (q, k, v)
         ]
-        out = _run(q.device.type)(
+        out = _attention_function(q.device.type)(
             *heads,
             score_mod=None if softcap is None else _cap_scores(softcap),
             block_mask=self._masks[window],
@@ -84,9 +84,9 @@ class FlexTree:
 
     def block_mask(self, window: int | None) -> BlockMask:
         """The block mask. `window`: the number of tokens that a token sees, itself included."""
-        some, every = self._blocks(window)
-        counts, indices = _order_blocks(some & ~every, self.device)
-        full_counts, full_indices = _order_blocks(every, self.device)
+        partly_visible, fully_visible = self._blocks(window)
+        counts, indices = _order_blocks(partly_visible & ~fully_visible, self.device)
+        full_counts, full_indices = _order_blocks(fully_visible, self.device)
         ends, depth = (
             torch.as_tensor(x, dtype=torch.int32, device=self.device)
             for x in (self.ends, self.depth)
@@ -97,7 +97,7 @@ class FlexTree:
             full_counts,
             full_indices,
             BLOCK_SIZE=BLOCK,
-            mask_mod=_seen(ends, depth, window),
+            mask_mod=_mask_mod(ends, depth, window),
             seq_lengths=(len(self.ends), len(self.ends)),
         )
         return block_mask
@@ -108,19 +108,21 @@ class FlexTree:
         count = len(self.ends) // BLOCK
         ends = self.ends.reshape(count, BLOCK)
         depth = self.depth.reshape(count, BLOCK)
-        first = np.arange(count)[:, None] * BLOCK
-        later = np.arange(count)[:, None] > np.arange(count)[None, :]
-        some = (later & (ends.max(1)[None, :] > first)) | np.eye(count, dtype=bool)
-        every = later & (ends.min(1)[None, :] >= first + BLOCK)
+        first_query = np.arange(count)[:, None] * BLOCK
+        is_later = np.arange(count)[:, None] > np.arange(count)[None, :]
+        partly_visible = (is_later & (ends.max(1)[None, :] > first_query)) | np.eye(
+            count, dtype=bool
+        )
+        fully_visible = is_later & (ends.min(1)[None, :] >= first_query + BLOCK)
         if window is not None:
-            some &= depth.min(1)[:, None] - depth.max(1)[None, :] < window
-            every &= depth.max(1)[:, None] - depth.min(1)[None, :] < window
+            partly_visible &= depth.min(1)[:, None] - depth.max(1)[None, :] < window
+            fully_visible &= depth.max(1)[:, None] - depth.min(1)[None, :] < window
 
-        return some, every
+        return partly_visible, fully_visible
 
 
 def _long_texts(tree: TokenTree) -> list[slice]:
-    """The texts of a tree without branches, if all are long. Otherwise empty."""
+    """The texts of a tree without branches if all of them are long, else empty."""
     tree_segments = segments(tree)
     if tree.num_nodes < LONG_TEXT * len(tree_segments) or any(
         segment.end > segment.last for segment in tree_segments
@@ -141,7 +143,7 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) ->
 
 def _order_blocks(blocks: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """[Q, K] bool -> counts [1, 1, Q] of the true ones, and indices [1, 1, Q, K], the true ones
-    first, in the form of BlockMask."""
+    first, as BlockMask expects them."""
     indices = np.argsort(~blocks, axis=1, kind="stable")
 
     def tensor(array: np.ndarray) -> torch.Tensor:
@@ -150,33 +152,33 @@ def _order_blocks(blocks: np.ndarray, device: torch.device) -> tuple[torch.Tenso
     return tensor(blocks.sum(1)), tensor(indices)
 
 
-def _seen(
+def _mask_mod(
     ends: torch.Tensor, depth: torch.Tensor, window: int | None
 ) -> Callable[..., torch.Tensor]:
-    """FlexAttention's mask_mod."""
+    """FlexAttention's mask_mod: whether a query sees a key."""
 
-    def on_the_path(
+    def is_on_path(
         batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
         return (key <= query) & (query < ends[key])
 
     if window is None:
-        return on_the_path
+        return is_on_path
 
     reach: int = window
 
-    def and_near(
+    def is_on_path_and_near(
         batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
-        return on_the_path(batch, head, query, key) & (depth[query] - depth[key] < reach)
+        return is_on_path(batch, head, query, key) & (depth[query] - depth[key] < reach)
 
-    return and_near
+    return is_on_path_and_near
 
 
 @cache
 def _cap_scores(softcap: float) -> Callable[..., torch.Tensor]:
-    """FlexAttention's score_mod for softcap * tanh(score / softcap); There is one function per cap,
-    so that it is compiled once."""
+    """FlexAttention's score_mod for softcap * tanh(score / softcap). There is one function per
+    softcap, so that it is compiled once."""
 
     def cap(
         score: torch.Tensor,
@@ -191,8 +193,8 @@ def _cap_scores(softcap: float) -> Callable[..., torch.Tensor]:
 
 
 @cache
-def _run(device: str) -> Callable[..., Any]:
-    """Runs FlexAttention. Without compilation it computes all scores at once, which is useful only
-    for tests without a GPU."""
+def _attention_function(device: str) -> Callable[..., Any]:
+    """FlexAttention for a device, compiled if the device supports it. Without compilation,
+    FlexAttention computes all scores at once, which is useful only for tests without a GPU."""
     attention: Any = torch.compile(flex_attention) if compiles(device) else flex_attention
     return attention

@@ -1,13 +1,13 @@
-"""Runs the passes of a model that is one stage of a pipeline: it receives and sends hidden states,
-and returns placeholders for the log-probs of the last stage.
+"""Runs the passes of one stage of a pipeline. The stage receives and sends hidden states, and
+returns placeholders for the log-probs, which only the last stage computes.
 
-All stages make the same calls with the same micro-batches. Only the last stage has log-probs. The
-other stages have zeros as placeholders, and compute a loss of them whose value is not used. The
-backward pass of this loss waits for the gradient of the hidden states that the stage has sent.
+All stages make the same calls with the same micro-batches. The stages before the last one use zeros
+as placeholders, and compute a loss of them whose value is not used. The backward pass of this loss
+waits for the gradient of the hidden states that the stage has sent.
 
 A micro-batch's hidden states [1, N, H], for any N, and their gradient travel only between
-neighbours. A stage waits for a send, and releases its tensor, only after so many later sends that
-the neighbour must have received it. So two stages never wait for each other.
+neighbours. A stage waits for the end of a send, and releases the tensor, only after enough later
+sends that the neighbour must have received it. So two stages never wait for each other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agentevo.training.batching.packing import PackedBatch
 
 _KEY = "_agentevo_stage"
-"""The attribute of a decoder that has its stage. Copies of the model keep it."""
+"""The attribute of a decoder with its stage. Copies of the model keep it."""
 
 
 @dataclass(eq=False)
@@ -37,9 +37,10 @@ class Stage:
 
     ranks: Ranks
     forward_group: distributed.ProcessGroup
-    """The group of the same processes, for hidden states only..."""
+    """A group of the pipeline's processes for hidden states only."""
     backward_group: distributed.ProcessGroup
-    """...and the one for gradients only, so that neither waits for the other."""
+    """A group for gradients only, so that gradients and hidden states do not wait for each
+    other."""
     _sent: dict[int, deque[tuple[distributed.Work, torch.Tensor]]] = field(
         default_factory=lambda: {1: deque(), -1: deque()}
     )
@@ -47,7 +48,8 @@ class Stage:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, dimension: str) -> Self:
-        """The stage along one dimension of a mesh of all processes. All processes must call it."""
+        """This process's stage along `dimension` of a mesh of all processes. All processes must
+        call this method."""
         names = mesh.mesh_dim_names or ()
         pipelines = mesh.mesh.movedim(names.index(dimension), -1).flatten(0, -2).tolist()
         forward_group, backward_group = (
@@ -64,7 +66,7 @@ class Stage:
         return self.ranks.rank == self.ranks.size - 1
 
     @property
-    def under_way(self) -> int:
+    def max_in_flight(self) -> int:
         """The largest number of micro-batches whose backward pass this stage waits for."""
         return self.ranks.size - self.ranks.rank
 
@@ -76,13 +78,13 @@ class Stage:
         buffer = tensor.detach().contiguous()
         work = distributed.isend(buffer, group=group, group_dst=self.ranks.rank + step)
         sent.append((cast(distributed.Work, work), buffer))
-        # The gradient of the micro-batch of that many sends ago has arrived here, or was sent on.
-        if len(sent) > (self.under_way if step > 0 else 2):
+        # The neighbour received the oldest send: this stage has its gradient, or has sent it on.
+        if len(sent) > (self.max_in_flight if step > 0 else 2):
             sent.popleft()[0].wait()
 
     def receive(self, shape: torch.Size, like: torch.Tensor, step: int) -> torch.Tensor:
-        """Receives a tensor from the neighbour `step` stages away. It has that shape, and the dtype
-        and device of `like`."""
+        """Receives a tensor from the neighbour `step` stages away. It has the shape `shape`, and
+        the dtype and device of `like`."""
         group = self.backward_group if step > 0 else self.forward_group
         received = like.new_empty(shape)
         distributed.recv(received, group=group, group_src=self.ranks.rank + step)
@@ -93,7 +95,7 @@ class Stage:
         return self
 
 
-class _Received(torch.autograd.Function):
+class _ReceiveHidden(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, empty: torch.Tensor, stage: Stage) -> torch.Tensor:
         ctx.stage = stage
@@ -105,7 +107,7 @@ class _Received(torch.autograd.Function):
         return None, None
 
 
-class _SentOn(torch.autograd.Function):
+class _SendHidden(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, stage: Stage, tokens: int, nodes: int
@@ -125,25 +127,25 @@ class _SentOn(torch.autograd.Function):
 
 def receive_hidden(empty: torch.Tensor, stage: Stage) -> torch.Tensor:
     """Receives the hidden states from the previous stage. They have the shape, dtype and device of
-    `empty`. Differentiable: their gradient is sent back."""
+    `empty`. In the backward pass, their gradient is sent to the previous stage."""
     leaf = empty.detach().requires_grad_(torch.is_grad_enabled())
-    out: torch.Tensor = _Received.apply(leaf, stage)
+    out: torch.Tensor = _ReceiveHidden.apply(leaf, stage)
     return out
 
 
 def set_stage(model: PreTrainedModel, stage: Stage) -> None:
-    """Makes this process's passes of the model passes of the stage."""
+    """Makes the model this process's stage of a pipeline."""
     vars(model.base_model)[_KEY] = stage
 
 
 def stage_of(model: nn.Module) -> Stage | None:
-    """The stage of a model, or None. Copies of a stage are stages, too."""
+    """The stage of a model or of its copy, or None."""
     decoder: Any = model.base_model
     return cast("Stage | None", vars(decoder).get(_KEY))
 
 
 def sending_stage(model: nn.Module) -> Stage | None:
-    """The model's stage, if another stage computes the log-probs of its passes. Otherwise None."""
+    """The model's stage if it is not the last one of its pipeline, else None."""
     stage = stage_of(model)
     return None if stage is None or stage.is_last else stage
 
@@ -152,11 +154,11 @@ def run_stage(
     model: PreTrainedModel, stage: Stage, batch: PackedBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes this stage of a pass, and sends its output to the next stage. Returns zeros in place
-    of the log-probs [M] and entropies [R] that the last stage makes."""
+    of the log-probs [M] and entropies [R] that the last stage computes."""
     decoder: Any = model.base_model
     inputs = {name: value for name, value in batch.inputs.items() if name != "logits_to_keep"}
     hidden = decoder(**inputs).last_hidden_state
-    placeholders: tuple[torch.Tensor, torch.Tensor] = _SentOn.apply(
+    placeholders: tuple[torch.Tensor, torch.Tensor] = _SendHidden.apply(
         hidden, stage, len(batch.targets), len(batch.logit_nodes)
     )
     return placeholders

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from agentevo.training.collectives import Ranks, columns_gathered, copy_to_group
+from agentevo.training.collectives import Ranks, copy_to_group, gather_columns
 from agentevo.training.kernels.token_penalties import PenaltyTable
 
 STEP = 32
@@ -110,7 +110,7 @@ class VocabularyLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = copy_to_group(input, self.slice.ranks)
         logits = nn.functional.linear(x, self.weight, self.bias)
-        return columns_gathered(logits, self.slice.ranks, self.slice.sizes)
+        return gather_columns(logits, self.slice.ranks, self.slice.sizes)
 
 
 def slice_of(layer: Any) -> VocabularySlice | None:

@@ -23,9 +23,9 @@ from agentevo.errors import TrainingError
 from agentevo.models.compute.attention import AttentionPlan
 from agentevo.training.collectives import (
     Ranks,
-    heads_exchanged,
-    nodes_exchanged,
-    stretches_gathered,
+    exchange_heads,
+    exchange_nodes,
+    gather_stretches,
 )
 
 
@@ -97,10 +97,10 @@ class HeadExchange:
             k = k.repeat_interleave(times, 1)
             v = v.repeat_interleave(times, 1)
 
-        q, k, v = (heads_exchanged(x, self.ranks)[: self.num_nodes] for x in (q, k, v))
+        q, k, v = (exchange_heads(x, self.ranks)[: self.num_nodes] for x in (q, k, v))
         out = self.plan.attend(q, k, v, scaling, window, softcap)
         padding = -self.num_nodes % size
-        return nodes_exchanged(F.pad(out, (0, 0, 0, 0, 0, padding)), self.ranks)
+        return exchange_nodes(F.pad(out, (0, 0, 0, 0, 0, padding)), self.ranks)
 
 
 class _ContextStretch:
@@ -141,7 +141,7 @@ class _ContextStretch:
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Any:
-        gathered = stretches_gathered(out.last_hidden_state[0], self.ranks)
+        gathered = gather_stretches(out.last_hidden_state[0], self.ranks)
         out.last_hidden_state = gathered[: kwargs["plan"].num_nodes].unsqueeze(0)
         return out
 

@@ -19,7 +19,7 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from agentevo.models.compute.parts import Cut, Saved, WeightPart, own_part
-from agentevo.training.collectives import Ranks, owned_given, slices_gathered
+from agentevo.training.collectives import Ranks, broadcast_from, gather_slices
 
 _KEY = "_agentevo_layouts"
 """Attribute of a module: name of its parameter -> layout. Copies of the module keep it, and so does
@@ -61,8 +61,8 @@ class ShardLayout:
         owners = [rank for rank, size in enumerate(self.sizes) if size]
         if len(owners) == 1:
             shape = whole_shape(local_slice, self)
-            return owned_given(local_slice, self.ranks, owners[0], shape)
-        return slices_gathered(local_slice, self.ranks, self.dim, self.sizes)
+            return broadcast_from(local_slice, self.ranks, owners[0], shape)
+        return gather_slices(local_slice, self.ranks, self.dim, self.sizes)
 
     def __deepcopy__(self, memo: object) -> ShardLayout:
         return self

@@ -1,7 +1,7 @@
-"""The Python interpreter of a sandbox: it runs one piece of code after another in one namespace.
+"""The Python interpreter of a sandbox, which runs pieces of code in one namespace.
 
-After the first piece it is untrusted. It communicates with the supervisor over one socket, in
-frames; the code's output goes to its stdout and stderr, which are pipes to the supervisor.
+The interpreter is untrusted after the first piece. It exchanges frames with the supervisor over one
+socket. The code's output goes to its stdout and stderr, which are pipes to the supervisor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CELL = "<cell "
 
 
 class ToolError(Exception):
-    """A tool failed; the message says why."""
+    """A tool failed. The message is the reason."""
 
 
 class Timeout(Exception):
@@ -37,7 +37,8 @@ class Timeout(Exception):
 
 
 class Interpreter:
-    """See the module. `control` is its end of the socket."""
+    """The interpreter. `control` is the file descriptor of its end of the socket, and `limit` the
+    maximum number of characters of a value."""
 
     def __init__(self, control: int, limit: int) -> None:
         self._control = control
@@ -45,11 +46,11 @@ class Interpreter:
         self._messages = frames.Frames(4 * frames.LARGEST_CALL)
         self._num_cells = 0
         self._num_calls = 0
-        self._calling = threading.Lock()
+        self._call_lock = threading.Lock()
         module = ModuleType("__main__")
         sys.modules["__main__"] = module
-        self._names = module.__dict__
-        self._names["ToolError"] = ToolError
+        self._namespace = module.__dict__
+        self._namespace["ToolError"] = ToolError
 
     def serve(self) -> None:
         """Answers requests until the supervisor closes the socket."""
@@ -57,9 +58,9 @@ class Interpreter:
         while True:
             while "code" not in (request := self._receive()):
                 continue
-            self._define(request["tools"])
+            self._define_tools(request["tools"])
             self._num_cells += 1
-            outcome = self._outcome(request["code"], request["deadline_s"])
+            outcome = self._run_cell(request["code"], request["deadline_s"])
             self._send({"done": request["id"], **outcome})
 
     def _receive(self) -> dict[str, Any]:
@@ -73,23 +74,23 @@ class Interpreter:
     def _send(self, message: dict[str, Any]) -> None:
         frames.write_all(self._control, frames.encode(message))
 
-    def _define(self, tools: list[dict[str, Any]]) -> None:
+    def _define_tools(self, tools: list[dict[str, Any]]) -> None:
         for tool in tools:
-            if tool["name"] not in self._names:
-                self._names[tool["name"]] = self._function(tool)
+            if tool["name"] not in self._namespace:
+                self._namespace[tool["name"]] = self._tool_function(tool)
 
-    def _function(self, tool: dict[str, Any]) -> Callable[..., Any]:
+    def _tool_function(self, tool: dict[str, Any]) -> Callable[..., Any]:
         name = tool["name"]
         parameters = tool["parameters"]
 
-        def call(*values: Any, **named: Any) -> Any:
+        def call(*values: Any, **keywords: Any) -> Any:
             if len(values) > len(parameters):
                 raise TypeError(f"{name}() takes {len(parameters)} arguments: {parameters}")
             positional = dict(zip(parameters, values, strict=False))
-            for key in named:
+            for key in keywords:
                 if key in positional:
                     raise TypeError(f"{name}() got two values for {key}")
-            return self._call(name, positional | named)
+            return self._call(name, positional | keywords)
 
         call.__name__ = call.__qualname__ = name
         call.__doc__ = tool["description"]
@@ -104,11 +105,11 @@ class Interpreter:
         if size > frames.LARGEST_CALL:
             raise ToolError(f"{name}: {size:,} bytes of arguments, at most {frames.LARGEST_CALL:,}")
 
-        with self._calling:
+        with self._call_lock:
             self._num_calls += 1
             number = self._num_calls
             self._send({"call": name, "number": number, "arguments": arguments})
-            # the answer to an interrupted call may arrive late
+            # the answer to an earlier, interrupted call may arrive first
             while (answer := self._receive()).get("number") != number:
                 continue
 
@@ -117,13 +118,13 @@ class Interpreter:
 
         return answer["result"]
 
-    def _outcome(self, code: str, deadline_s: float) -> dict[str, Any]:
+    def _run_cell(self, code: str, deadline_s: float) -> dict[str, Any]:
         value: str | None = None
         error: dict[str, str] | None = None
         try:
             try:
                 signal.setitimer(signal.ITIMER_REAL, deadline_s)
-                value = self._value(code)
+                value = self._evaluate(code)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
         except Timeout:
@@ -143,24 +144,24 @@ class Interpreter:
 
         return {"value": value, "error": error}
 
-    def _value(self, code: str) -> str | None:
+    def _evaluate(self, code: str) -> str | None:
         """Runs the code. Returns the repr of its last expression."""
         name = f"{_CELL}{self._num_cells}>"
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         tree = ast.parse(code, name)
-        last: ast.Expression | None = None
+        last_expression: ast.Expression | None = None
         if tree.body and isinstance(tree.body[-1], ast.Expr):
-            last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
+            last_expression = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
 
-        exec(compile(tree, name, "exec"), self._names)
-        if last is None:
+        exec(compile(tree, name, "exec"), self._namespace)
+        if last_expression is None:
             return None
 
-        value = eval(compile(last, name, "eval"), self._names)
+        value = eval(compile(last_expression, name, "eval"), self._namespace)
         if value is None:
             return None
 
-        self._names["_"] = value
+        self._namespace["_"] = value
         return frames.clip(str(repr(value)), self._limit)
 
 
@@ -180,7 +181,7 @@ def _describe_error(error: BaseException) -> dict[str, str]:
 
     try:
         summary = traceback.TracebackException.from_exception(error, limit=-50)
-        _keep_cells(summary)
+        _keep_user_frames(summary)
         lines = "".join(summary.format())
     except BaseException:  # noqa: BLE001
         lines = ""
@@ -192,12 +193,12 @@ def _describe_error(error: BaseException) -> dict[str, str]:
     }
 
 
-def _keep_cells(summary: traceback.TracebackException) -> None:
+def _keep_user_frames(summary: traceback.TracebackException) -> None:
     """Keeps only the frames of the user's code, in all exceptions of the chain."""
     visited: list[traceback.TracebackException] = []
-    waiting: list[traceback.TracebackException | None] = [summary]
-    while waiting:
-        error = waiting.pop()
+    pending: list[traceback.TracebackException | None] = [summary]
+    while pending:
+        error = pending.pop()
         if error is None or error in visited:
             continue
         visited.append(error)
@@ -205,4 +206,4 @@ def _keep_cells(summary: traceback.TracebackException) -> None:
             frame for frame in error.stack if frame.filename.startswith((_CELL, _work_folder()))
         ]
         error.stack = traceback.StackSummary.from_list(cell_frames)
-        waiting += [error.__cause__, error.__context__]
+        pending += [error.__cause__, error.__context__]
