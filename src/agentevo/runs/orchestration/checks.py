@@ -107,7 +107,8 @@ def check_parts(
 
 
 def _check_models(config: RunConfig, resume: bool, may_fetch: bool, refusals: Refusals) -> None:
-    """Checks the models. Raises ConfigError for all `refusals`, before any download and at the end."""
+    """Checks the models. Raises ConfigError for all `refusals`, before any download and at the
+    end."""
     if may_fetch:
         refusals.raise_all()
 
