@@ -12,8 +12,9 @@ import typer
 import yaml
 
 import agentevo as package
-from agentevo.cli.listings import LISTS
+from agentevo.cli import listings
 from agentevo.cli.main import app
+from agentevo.cli.packages import package_modules
 from agentevo.config import build_config, to_yaml
 from agentevo.store import open_store
 from agentevo.types import Message, Task, Trajectory, Turn
@@ -148,7 +149,9 @@ def test_list_alone_says_what_can_be_listed(agentevo):
 
     rows = re.findall(r"^(\w+) +(\S.*\S)$", out, re.MULTILINE)
     assert len(rows) == len(out.splitlines())
-    assert [kind for kind, _ in rows] == list(LISTS)
+    assert [kind for kind, _ in rows] == [
+        kind for module in (listings, *package_modules("listings")) for kind in module.LISTS
+    ]
 
     help_text = agentevo("list", "--help").out
     for kind, meaning in rows:

@@ -40,7 +40,7 @@ def test_a_folder_of_tasks_is_made_whole_and_made_again_nowhere(tmp_path, recipe
     assert len((out / "demonstrations.jsonl").read_text().splitlines()) == 5
     assert json.loads((out / "made.json").read_text())["train"] == 12
     assert main([*words, *more]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
     harder = tmp_path / "harder"
     more = ["--worlds", "8", "--harder-than", str(out / "train.jsonl"), recipe]

@@ -13,9 +13,10 @@ from agentevo.algorithms.presets import (
     resolve_preference,
     resolve_preset,
 )
-from agentevo.cli.listings import LISTS
+from agentevo.cli import listings
 from agentevo.config import config_keys
 from agentevo.errors import UnknownNameError
+from agentevo_evolve import listings as evolve_listings
 
 
 @pytest.mark.parametrize("key", config_keys().names())
@@ -155,7 +156,7 @@ def test_a_preset_is_explained_with_the_formulas_of_its_parts(name):
         assert f"  source       {TABLES[kind][part].source}" in text
 
 
-@pytest.mark.parametrize("kind", ["recipes", "pipelines"])
-def test_a_listed_recipe_is_described_in_whole_sentences(kind):
-    for name, text in LISTS[kind]():
+@pytest.mark.parametrize("rows", [listings.recipes, evolve_listings.pipelines])
+def test_a_listed_recipe_is_described_in_whole_sentences(rows):
+    for name, text in rows():
         assert re.search(r"[.)]$", text), f"{name}: {text}"

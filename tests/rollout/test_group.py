@@ -56,7 +56,7 @@ def test_what_the_engine_sleeps_is_not_the_attempts_time(comes, loaded, chat, mo
     """A training step longer than both limits, while one attempt waits for a quick tool, or for its
     first answer, and another hangs."""
     clock = Clock()
-    for module in ("rollout.group", "inference.torch_engine"):
+    for module in ("rollout.group", "inference.embedded.torch_engine"):
         monkeypatch.setattr(f"agentevo.{module}.time", clock)
 
     engine = TorchEngine(loaded.model, loaded.tokenizer)

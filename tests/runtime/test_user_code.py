@@ -142,7 +142,7 @@ def test_what_can_not_be_interrupted_ends_the_process(tmp_path):
     )
     (tmp_path / "recipe.yaml").write_text("import: [./mine.py]\nenvironment: {type: coins}\n")
     program = (
-        "from agentevo import user_code\n"
+        "from agentevo.runtime import user_code\n"
         "user_code.GRACE_S = 0.5\n"
         "from agentevo.config import load_config\n"
         f"load_config({str(tmp_path / 'recipe.yaml')!r})\n"

@@ -277,7 +277,7 @@ def test_the_folder_is_a_runs_tasks_and_its_search_tools_corpus(
     assert len((graded / "reserve.jsonl").read_text().splitlines()) == 30
     assert (graded / "corpus.jsonl").read_text() == (out / "corpus.jsonl").read_text()
     assert main([*words, "--train", "30"]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
     few = tmp_path / "few.txt"
     few.write_text("Nothing.")

@@ -394,8 +394,8 @@ def test_processes_that_are_killed_leave_nothing_behind(tmp_path):
         "-m",
         "agentevo",
         "sandbox",
-        "serve",
         "box",
+        "--serve",
         "type=none",
         "timeout_s=300",
     ]

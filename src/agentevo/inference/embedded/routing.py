@@ -91,8 +91,8 @@ def engine_routers(model: PreTrainedModel) -> Routers:
     if routers is None:
         raise EngineError(
             "engine.routed_experts: the model's routers are not prepared to report their "
-            "choices: call agentevo.models.compute.routers.routed(model) after prepare(model), "
-            "or leave the key out"
+            "choices: call agentevo.models.compute.routers.enable_routing(model) after "
+            "prepare(model), or leave the key out"
         )
     return routers
 
