@@ -39,8 +39,8 @@ class RoutingReplay:
         if mode != "none" and self.routers is None:
             raise TrainingError(
                 f"{KEY}={mode}: the policy's routers are not prepared for it: call "
-                "agentevo.models.compute.routers.enable_routing(model) after prepare(model), or set "
-                "it to none"
+                "agentevo.models.compute.routers.enable_routing(model) after prepare(model), or "
+                "set it to none"
             )
 
     @property
