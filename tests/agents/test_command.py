@@ -223,7 +223,7 @@ def test_a_program_of_another_language(played, tmp_path):
         ),
         (
             "import signal; os.kill(os.getpid(), signal.SIGSEGV)",
-            "was ended by SIGSEGV: it ",
+            "was ended by SIGSEGV: stderr is empty",
         ),
         ("ask(); 1 / 0", "exit code 1: ZeroDivisionError: division by zero\nTraceback"),
         ("print('{\"reward\": 1}')", "NoCallError: "),

@@ -129,7 +129,7 @@ def test_what_no_machine_could_take_is_refused_alike(agentevo, words, expected):
         (["config", "trainer.steps", "--changed"], "--changed is for a recipe"),
         (["config", "trainer.steps", "trainer.steps=1"], "changes are for a recipe"),
         (["config", "small.yaml", "--recipe", "small.yaml"], "--recipe is for a key"),
-        (["sft", "small.yaml", "--reward-model", "--resume"], "from the start"),
+        (["sft", "small.yaml", "--reward-model", "--resume"], "can't be resumed"),
         (["audit", "run", "--rebuild"], "--rebuild is for a replay"),
         (["audit", "run", "--replay", "a", "--dropped"], "--dropped checks records"),
         (["annotate", "run", "--agreement", "--pairs"], "--pairs is for labelling"),

@@ -207,6 +207,7 @@ def byte_model():
         ("one two three", ("four",), None),
         ("snow ☃☃☃ melts", ("☃☃☃",), "snow ☃☃☃"),
         ("so <answer>up</answer> then", ("</answer>",), "so <answer>up</answer>"),
+        ("half of a pair", ("\ud83d", "a p"), "half of a p"),
     ],
 )
 def test_stop_strings_end_a_completion_wherever_tokens_begin(

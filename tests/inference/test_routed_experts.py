@@ -176,7 +176,7 @@ def test_rows_of_an_earlier_version_that_goes_on_serving(model):
 def test_who_does_not_record_tells_nothing(model, random_model, complete):
     (found,) = complete(TorchEngine(model), [SHORT], [params(1)])
     assert found.routed_experts is None
-    with pytest.raises(EngineError, match=r"engine.routed_experts: .* call .*routed\(model\)"):
+    with pytest.raises(EngineError, match=r"engine.routed_experts: .* .*enable_routing\(model\)"):
         TorchEngine(random_model("mixtral").model, config=RECORDS)
     with pytest.raises(EngineError, match="routed_from=-1 must be at least 0"):
         complete(TorchEngine(model, config=RECORDS), [SHORT], [params(1, start=-1)])

@@ -105,7 +105,7 @@ def test_no_sequence_changes_the_frequencies_of_another(make, rope, border):
     found = logprobs(model, short, longest[::-1])
     torch.testing.assert_close(found.sort().values, wanted.sort().values, rtol=0, atol=2e-5)
 
-    with pytest.raises(ModelError, match=f"{border + 1} tokens is longer than the {border}"):
+    with pytest.raises(ModelError, match=f"has {border + 1} tokens, but beyond {border}"):
         logprobs(model, short, [*longest, 7])
 
 

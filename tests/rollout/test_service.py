@@ -487,7 +487,10 @@ def test_a_stop_waits_for_what_is_being_written(url, make_service, moving_engine
             engine = Found()
             service = make_service(engine, store, steps=1)
             await asyncio.wait_for(
-                sample_module._serve(service, engine, store, 1, writing.is_set, ends=False), 300
+                sample_module._serve(
+                    service, engine, store, 1, writing.is_set, ends_with_run=False
+                ),
+                300,
             )
 
             written = service.stats()["sampler/groups_written"]

@@ -396,5 +396,7 @@ def test_a_record_that_is_missing_or_misaligned_is_refused(ways, index, wrong):
 
 
 def test_a_policy_that_cant_replay_is_refused(random_model):
-    with pytest.raises(TrainingError, match=r"routing_replay=rollout: .* call .*routed\(model\)"):
+    with pytest.raises(
+        TrainingError, match=r"routing_replay=rollout: .* .*enable_routing\(model\)"
+    ):
         Trainer(random_model("mixtral").model, EVERYTHING, AlgorithmSection())

@@ -116,7 +116,7 @@ class AlgorithmKeys(Section):
     reward_weights: dict[str, float] = Field(default_factory=dict)
     """Weight of each named part of the reward, with advantage gdpo. Other parts have weight 1."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus, whose tokens have the weights of the loss (aggregation)."""
     entropy_target: float | None = Field(default=None, gt=0)
     """Target entropy, in nats per token. The weight of the bonus is entropy_coef at entropy 0,
     falls as the policy's mean entropy approaches the target, and is 0 above it. None: the weight is

@@ -129,6 +129,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     max_new_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    """The token that completes one of these ends the completion. The ids keep the token."""
     seed: int = 0
     """The seed of this request alone: the same seed, prompt and weights give the same tokens in
     any batch."""

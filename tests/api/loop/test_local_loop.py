@@ -183,7 +183,7 @@ def test_what_is_refused_and_what_is_left_out(tmp_path, capsys):
             await model.train([greedy])
         with pytest.raises(ConfigError, match="no attempt has completed"):
             await model.train([group.without(*(one.id for one in group.completed))])
-        with pytest.raises(ConfigError, match="give one for each"):
+        with pytest.raises(ConfigError, match="give a reward for each"):
             group.with_rewards([1.0])
         with pytest.raises(BadRequestError):
             agentevo.Group.decode(b"{}")

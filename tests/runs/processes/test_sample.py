@@ -78,7 +78,7 @@ def serve(tmp_path, service, *, stop=lambda: False, ends=True, commit=False, ste
             if commit:
                 await store.commit_step(1, {})
             await asyncio.wait_for(
-                module._serve(service, Engine(), store, steps, stop, ends=ends), 30
+                module._serve(service, Engine(), store, steps, stop, ends_with_run=ends), 30
             )
 
     asyncio.run(work())

@@ -123,7 +123,7 @@ class EngineRequest:
             return None
 
     def finish_reason(self, tokenizer: PreTrainedTokenizerBase | None) -> FinishReason | None:
-        """Why no token follows the newest token. None if the request continues."""
+        """The finish reason after the newest token. None if the request continues."""
         if self.completion[-1] in self.stop_ids:
             return "stop"
         if tokenizer is not None and completes_stop_string(
@@ -140,9 +140,11 @@ class EngineRequest:
 def completes_stop_string(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stop_strings: Sequence[str]
 ) -> bool:
-    """Whether the newest token of a completion completes one of the strings."""
+    """Whether the last tokens of a completion contain one of the strings. Earlier tokens were
+    checked before."""
     if not stop_strings:
         return False
-    longest = max(len(text.encode()) for text in stop_strings)  # a token may be a single byte
+    # A token may be a single byte. A client may send half of a surrogate pair.
+    longest = max(len(text.encode("utf-8", "surrogatepass")) for text in stop_strings)
     tail = tokenizer.decode(list(ids[-longest - 4 :]), skip_special_tokens=False)
     return any(text in tail for text in stop_strings)

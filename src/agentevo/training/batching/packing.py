@@ -31,8 +31,8 @@ class PackedBatch:
     """[1, N]"""
     plan: TreeAttention
     logit_nodes: torch.Tensor
-    """[R]: the nodes that predict a trained token, each once for every mask under which it
-    predicts, and once for every token with penalties."""
+    """[R]: the nodes that predict a trained token. A node has one row for each mask under which it
+    predicts, and one for each token with penalties."""
     rows: torch.Tensor
     """[M]: the index of the one of the R nodes that predicts the token."""
     targets: torch.Tensor

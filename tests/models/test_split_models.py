@@ -61,7 +61,7 @@ def test_a_file_has_every_dtype_in_any_order():
     given |= {"none": torch.empty(0, 4), "one": torch.tensor(2.5, dtype=torch.float64)}
     buffer = io.BytesIO()
     file = TensorFile(buffer, {n: Spec(t.dtype, tuple(t.shape)) for n, t in given.items()})
-    file.take(iter(given.items()))
+    file.add_all(iter(given.items()))
     found = load(buffer.getvalue())
     assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in given.items()}
     assert all(torch.equal(found[n].float(), t.float()) for n, t in given.items())
