@@ -33,8 +33,6 @@ def test_every_preset_may_replace_every_other(tree, name):
 @pytest.mark.parametrize("recipe", ["frozen_lake", *soak("coins", "sokoban")])
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_passes_the_dry_run_of_a_packaged_recipe(recipe, name, capsys):
-    """README: "any of 34 algorithms, by name"."""
-    assert len(PRESETS) == 34
     assert main(["train", recipe, f"algorithm.name={name}", "--dry-run"]) == 0
     assert f"  name: {name}\n" in capsys.readouterr().out
 

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import agentevo
+from agentevo.algorithms.presets import PRESETS
 from agentevo.config import config_keys, load_config
 
 ROOT = Path(__file__).parents[2]
@@ -135,3 +136,9 @@ def test_citation_and_changelog_are_of_this_version():
     assert citation["version"] == agentevo.__version__
     assert f"\n## {agentevo.__version__}" in read("CHANGELOG.md")
     assert f"agentevo-{agentevo.__version__}-py3-none-any.whl" in read("README.md")
+
+
+@pytest.mark.parametrize("name", ["README.md", "README_zh.md", "docs/index.md", "docs/index.zh.md"])
+def test_the_number_of_algorithms_is_that_of_the_presets(name):
+    counts = re.findall(r"(\d+) (?:algorithms|种)", read(name))
+    assert counts and set(counts) == {str(len(PRESETS))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from agentevo.algorithms.advantage_inputs import AdvantageTables
 from agentevo.algorithms.estimators import bind_advantage
 from agentevo.config import AlgorithmSection, TrainerSection, build_config
 from agentevo.errors import ConfigError, OverreachError, TrainingError
+from agentevo.runs.orchestration.trainers import training_notes
 from agentevo.runtime.signals import Interrupt
 from agentevo.training import algorithm_functions as module
 from agentevo.training.algorithm_functions import bound_advantage, try_out
@@ -263,3 +265,13 @@ def test_an_unknown_function_and_one_without_a_name_are_refused_with_what_to_do(
     )
     with pytest.raises(ConfigError, match=r"put `@agentevo\.advantage\(NAME\)` above it"):
         agentevo.train("coins", algorithm={"advantage_function": group})
+
+
+def test_a_run_names_the_users_loss():
+    algorithm = {"loss_function": "test_clip"}
+    parts = SimpleNamespace(
+        config=build_config({"environment": {"type": "coins"}, "algorithm": algorithm}),
+        model=SimpleNamespace(device=torch.device("cpu")),
+        tasks=SimpleNamespace(shortfall=lambda: ""),
+    )
+    assert "loss: your function test_clip" in training_notes(parts, "train")

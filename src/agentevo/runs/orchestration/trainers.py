@@ -129,10 +129,12 @@ def opening_notes(config: RunConfig, command: RunCommand) -> list[str]:
 
 
 def training_notes(parts: Components, command: RunCommand) -> list[str]:
-    """Lines about the training before its first step: what determines the value of each turn, how
-    much of the model is trained, a number format that is slow on an accelerator, and missing
-    tasks."""
+    """Lines about the training before its first step: what determines the value of each turn, the
+    user's loss, how much of the model is trained, a number format that is slow on an accelerator,
+    and missing tasks."""
     notes = [f"credit: {parts.config.algorithm.credit_rule}"]
+    if parts.config.algorithm.loss_function is not None:
+        notes.append(f"loss: your function {parts.config.algorithm.loss_function}")
     if parts.config.model.lora.enabled:
         trained, total = num_parameters(parts.model)
         share = f"{trained:,} of {total:,} parameters ({trained / total:.1%})"
