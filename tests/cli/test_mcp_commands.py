@@ -77,7 +77,7 @@ def test_prompts_and_resources_are_listed_and_read(agentevo):
     assert code == 1 and out.startswith("Error: ")
 
     code, _, err = agentevo("tools", "inspect", "--prompt", "rule", *SERVER)
-    assert code == 1 and "it has rules(tone, length?)" in err
+    assert code == 1 and "rules(tone, length?)" in err
     for words in (["--call", "add", "--prompt", "rules"], ["--prompt", "x", "--arguments", "[]"]):
         assert agentevo("tools", "inspect", *words, *SERVER).code == 2
 
