@@ -178,8 +178,8 @@ class Engine(Protocol):
         resources of the request.
 
         `listen` gets each token of the completion once, in order, before the next step begins. The
-        tokens that `listen` got are always a prefix of the completion. An engine may also never
-        call `listen`. A listener that raises ends this request alone, with ListenerError.
+        tokens that `listen` got are always a prefix of the completion. An engine without streaming
+        may leave `listen` out. A listener that raises ends this request alone, with ListenerError.
         """
         ...
 

@@ -10,7 +10,7 @@ Invariant: an instance comes after all instances that it waits for. This module 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -365,7 +365,3 @@ def _find_cycle(waits: Mapping[str, set[str]]) -> list[str]:
 
 def _place(path: Sequence[str]) -> str:
     return ".".join(["stages", *path])
-
-
-Lookup = Callable[[StageReference], str | float]
-"""Returns the value of a reference."""

@@ -51,14 +51,14 @@ class OneByOne:
     async def publish(self, version, weights=None, *, in_flight="finish", deadline_s=60.0):
         await self.begin(version, weights)
 
-    @torch.inference_mode()
     async def generate(self, prompt_ids, sampling, *, session=None, deadline_s, listen=None):
         random = np.random.Generator(np.random.Philox(key=sampling.seed & (2**64 - 1)))
         ids = []
         logprobs = []
         reason = "length"
         while len(ids) < sampling.max_new_tokens and reason == "length":
-            logits = self.own(input_ids=torch.tensor([prompt_ids + ids])).logits[0, -1:]
+            with torch.no_grad():
+                logits = self.own(input_ids=torch.tensor([prompt_ids + ids])).logits[0, -1:]
             (token,), (logprob,) = draw(logits, [sampling], [float(random.random())])
             ids = [*ids, token]
             logprobs = [*logprobs, logprob]

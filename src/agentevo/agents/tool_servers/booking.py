@@ -29,7 +29,6 @@ from agentevo.errors import ConfigError, EnvironmentFailure, ToolError
 from agentevo.types import Task
 
 MAX_NIGHTS = 30
-MAX_BOOKINGS = 1000
 MAX_NAME = 100
 MAX_ROOMS = 1000
 CITIES = ("Bonn", "Cairo", "Delhi", "Lima", "Oslo", "Quito", "Rome", "Seoul")

