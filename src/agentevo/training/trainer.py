@@ -243,7 +243,7 @@ class Trainer:
             self.flops.count_training([samples[i] for i in indices], batch)
             with (
                 phase("forward"),
-                OutputListener(self.model)
+                OutputListener(self.model, batch)
                 if shared_critic is not None
                 else nullcontext() as listener,
             ):

@@ -16,7 +16,7 @@ compute something else than in transformers, it is refused (models/compute/trial
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,11 @@ from agentevo.models.compute.fused import use_fused_layers
 from agentevo.models.compute.fused_decoder import use_fused_decoder
 from agentevo.models.compute.linear import use_fast_linear
 from agentevo.models.compute.positions import limit_positions
+from agentevo.models.compute.rows import use_rows
 from agentevo.models.compute.trial import REMEDY, PlanMissingError, check_layer_types, try_out
 
+Compute = Literal["auto", "tree", "rows"]
+"""How a model is computed: see `prepare`."""
 NAME = "agentevo"
 OWN_MASK = (
     "the model makes an attention mask of its own, which AgentEvo's attention would ignore: "
@@ -128,12 +131,48 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _mask)
 
 
-def prepare(model: PreTrainedModel, *, on_cpu: bool | None = None) -> PreTrainedModel:
-    """Makes the model's attention use this module and, on a CPU, its linear layers use oneDNN. In
-    place; parameters stay the same objects. `on_cpu`: whether the model will compute on a CPU, if
-    it is elsewhere now. Raises ModelError for an architecture that does not use transformers'
-    attention interface, or that would compute something else than in transformers
-    (models/compute/trial.py)."""
+def prepare(
+    model: PreTrainedModel, *, on_cpu: bool | None = None, compute: Compute = "auto"
+) -> PreTrainedModel:
+    """Chooses how the model is computed, in place; parameters stay the same objects.
+
+    tree: its attention uses this module and, on a CPU, its linear layers use oneDNN.
+    rows: its own forward pass, see models/compute/rows.py.
+    auto: tree, or rows if the tree would compute something else than transformers
+          (models/compute/trial.py).
+
+    `on_cpu`: whether the model will compute on a CPU, if it is elsewhere now. Raises ModelError for
+    a model that can't be computed in this way.
+    """
+    limit_positions(model)
+    implementation = model.config._attn_implementation
+    reason = "trainer.compute=rows"
+    if compute != "rows":
+        try:
+            _use_tree(model)
+        except ModelError as error:
+            if compute == "tree":
+                raise
+            reason = str(error).removesuffix(REMEDY).rstrip(": ")
+        else:
+            if on_cpu is None:
+                on_cpu = next(model.parameters()).device.type == "cpu"
+            if on_cpu and use_fast_linear(model):
+                use_fused_layers(model)
+                use_fused_decoder(model)
+                align_activations(model)
+            return model
+
+        model.set_attn_implementation(implementation)
+
+    use_rows(model, reason)
+    return model
+
+
+def _use_tree(model: PreTrainedModel) -> None:
+    """Makes the model's attention use this module. Raises ModelError for an architecture that does
+    not use transformers' attention interface, or that would compute something else than in
+    transformers."""
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(
             f"{type(model).__name__} does not use transformers' attention interface, which "
@@ -141,14 +180,4 @@ def prepare(model: PreTrainedModel, *, on_cpu: bool | None = None) -> PreTrained
         )
 
     check_layer_types(model)
-    limit_positions(model)
     try_out(model, NAME)
-
-    if on_cpu is None:
-        on_cpu = next(model.parameters()).device.type == "cpu"
-    if on_cpu and use_fast_linear(model):
-        use_fused_layers(model)
-        use_fused_decoder(model)
-        align_activations(model)
-
-    return model

@@ -144,7 +144,7 @@ def key_value_sizes(model: PreTrainedModel) -> list[KeyValueSize]:
     """The sizes that each call of attention stores for a token, in the order of a pass of a
     prepared model."""
     plan = _SelfOnlyPlan()
-    with _evaluating(model):
+    with evaluating(model):
         _logits(model, [_Token(0, 0, 0)], plan, [0])
     return plan.sizes
 
@@ -154,7 +154,7 @@ def pass_alone(model: PreTrainedModel, count: int, routing: Any) -> None:
     `routing` receives the calls of its routers (models/compute/routers.py)."""
     last = model.config.get_text_config().vocab_size - 1
     ids = torch.linspace(min(2, last), last, count).long().tolist()
-    with _evaluating(model):
+    with evaluating(model):
         _logits(
             model,
             [_Token(number, 0, id) for number, id in enumerate(ids)],
@@ -171,13 +171,13 @@ def try_out(model: PreTrainedModel, implementation: str) -> None:
         model.set_attn_implementation(implementation)
         return
 
-    text, *other_texts = _texts(model)
-    with _evaluating(model):
+    text, *other_texts = trial_texts(model)
+    with evaluating(model):
         reference = _own_logits(model, text)
         model.set_attn_implementation(implementation)
         far = min(context_length(model.config), FARTHEST_POSITION) - 1
-        difference = _difference(_packed_logits(model, text, other_texts, far), reference)
-        if not difference <= _tolerance(model):
+        difference = logprob_difference(_packed_logits(model, text, other_texts, far), reference)
+        if not difference <= trial_tolerance(model):
             cause = _cause(model, implementation, text, other_texts, reference)
             raise ModelError(f"{_name(model)}: {cause or _unlike(difference)}: {REMEDY}")
 
@@ -190,31 +190,31 @@ def _cause(
     reference: torch.Tensor,
 ) -> str | None:
     """Why the two computations differ, if the cause can be found."""
-    tolerance = _tolerance(model)
+    tolerance = trial_tolerance(model)
     model.set_attn_implementation(implementation)
     repeated = [_Token(number, 0, text[3]) for number in range(OTHER_TOKENS)]
     around = [_Token(OTHER_TOKENS + number, 0, id) for number, id in enumerate(text[:OTHER_TOKENS])]
     mixed = [token for pair in zip(repeated, around, strict=True) for token in pair]
     copies = _logits(model, mixed, _SelfOnlyPlan(), list(range(0, len(mixed), 2)))
-    if not _difference(copies, copies[:1].expand_as(copies)) <= tolerance:
+    if not logprob_difference(copies, copies[:1].expand_as(copies)) <= tolerance:
         return (
             "what it predicts after a token depends on the tokens around it by another way than "
             "attention (convolution, recurrence, shifted tokens, or experts that drop tokens), "
             "so packed sequences would mix"
         )
 
-    if _difference(_packed_logits(model, text, other_texts, None), reference) <= tolerance:
+    if logprob_difference(_packed_logits(model, text, other_texts, None), reference) <= tolerance:
         return "what it predicts depends on the longest sequence of a pass"
 
     changed = _own_logits(model, [*text[:-1], other_texts[0][0]])
-    if not _difference(changed[:-1], reference[:-1]) <= tolerance:
+    if not logprob_difference(changed[:-1], reference[:-1]) <= tolerance:
         return (
             "a token sees those after it (is_decoder in its config.json is false, or it is no "
             "causal language model)"
         )
 
     positioned = _own_logits(model, text, position_ids=list(range(TEXT_TOKENS)))
-    if not _difference(positioned, reference) <= tolerance:
+    if not logprob_difference(positioned, reference) <= tolerance:
         return (
             "its positions do not begin at 0, so training and the engine would use other "
             "positions than transformers"
@@ -230,7 +230,7 @@ def _unlike(difference: float) -> str:
     )
 
 
-def _texts(model: PreTrainedModel) -> list[list[int]]:
+def trial_texts(model: PreTrainedModel) -> list[list[int]]:
     """The text that is compared, and two others."""
     last = model.config.get_text_config().vocab_size - 1
     ids = torch.linspace(min(2, last), last, TEXT_TOKENS + 2 * OTHER_TOKENS).long().tolist()
@@ -321,7 +321,7 @@ def _pass(model: PreTrainedModel, what: str, **inputs: Any) -> torch.Tensor:
         raise ModelError(f"{_name(model)}: {what} fails ({reason}): {REMEDY}") from error
 
 
-def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+def logprob_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
     """The root mean square difference of log-probs, relative to the standard deviation of the
     expected ones. If there is one output per token, of scores instead of log-probs."""
     axis = -1 if logits.shape[-1] > 1 else 0
@@ -332,7 +332,7 @@ def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
     return float((logits - expected).square().mean().sqrt() / spread.clamp_min(1e-12))
 
 
-def _tolerance(model: PreTrainedModel) -> float:
+def trial_tolerance(model: PreTrainedModel) -> float:
     rough = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
     return ROUGH_TOLERANCE if rough or getattr(model, "is_quantized", False) else TOLERANCE
 
@@ -348,7 +348,7 @@ def _name(model: PreTrainedModel) -> str:
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """While the context is open, the model is in eval mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()

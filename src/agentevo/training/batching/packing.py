@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from agentevo.models.compute.routers import Routing
+from agentevo.models.compute.sharded import any_sharded
+from agentevo.training.batching.row_groups import RowPasses, row_passes
 from agentevo.training.batching.routing import merge_keys, node_rows
 from agentevo.training.kernels.token_penalties import PenaltyTable
 from agentevo.training.kernels.tree_attention import TreeAttention
@@ -61,6 +63,19 @@ class PackedBatch:
     """[N, layers, top_k] int64: see `node_rows`; None if nothing was recorded."""
     num_logical: int
     """The total number of tokens of all samples. Tokens that share a node count separately."""
+    _row_passes: dict[tuple[bool, bool], RowPasses] = field(default_factory=dict)
+
+    def row_passes(self, pads: bool, *, at_tokens: bool = False) -> RowPasses:
+        """The passes of a model that computes rows. Their output is that of the nodes that predict
+        or, `at_tokens`, of the trained tokens themselves. `pads`: see RowSettings."""
+        key = (pads, at_tokens)
+        if key not in self._row_passes:
+            nodes = (self.nodes if at_tokens else self.logit_nodes).cpu().numpy()
+            # If the model is divided, all processes must run the same number of passes.
+            self._row_passes[key] = row_passes(
+                self.plan.tree, nodes, pads, any_sharded(), self.input_ids.device
+            )
+        return self._row_passes[key]
 
     def with_routing(self, routing: Routing) -> PackedBatch:
         """A batch for passes in which the model's routers report to `routing`."""

@@ -15,7 +15,6 @@ computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -25,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from agentevo.models.compute.linear import FastLinear, PackedWeights
+from agentevo.models.compute.rows import row_settings, run_rows
 from agentevo.models.token_rows import causal_model, num_token_rows
 from agentevo.training.kernels.linear_logprobs import linear_logprobs, linear_logprobs_and_squares
 from agentevo.training.kernels.logprobs import selected_logprobs, sum_of_squares
@@ -34,6 +34,7 @@ from agentevo.training.kernels.vocabulary import VocabularyLinear, slice_of
 
 if TYPE_CHECKING:
     from agentevo.training.batching.packing import PackedBatch
+    from agentevo.training.batching.row_groups import RowPasses
 
 PROBES = (0.5, -1.0, 3.0, -12.0, 0.0, 40.0, 1e30)
 """The logits that the model receives for the measurement. The first one shows the scale, the last
@@ -104,8 +105,38 @@ def all_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     if (stage := sending_stage(model)) is not None:
         _, nodes = run_stage(model, stage, batch)
         return nodes[:, None].expand(-1, model.config.get_text_config().vocab_size)
-    outputs: Any = model(**batch.inputs)
-    return outputs.logits.squeeze(0)  # [0] would allocate another gradient as large as the logits
+    # [0] in place of `squeeze` would allocate another gradient as large as the logits.
+    parts = [logits.squeeze(0) for logits in _run_passes(model, batch)]
+    passes = _passes_of(model, batch)
+    return parts[0] if passes is None else passes.join(parts)
+
+
+def token_scores(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
+    """The output [M] at the trained tokens themselves of a model that scores every token."""
+    run: Any = model
+    settings = row_settings(model)
+    if settings is None:
+        inputs = {name: value for name, value in batch.inputs.items() if name != "logits_to_keep"}
+        scores: torch.Tensor = run(**inputs).logits[0, batch.nodes, 0]
+        return scores
+
+    passes = batch.row_passes(settings.pads, at_tokens=True)
+    return passes.join([run_rows(model, group).logits[0, :, 0] for group in passes.groups])
+
+
+def _passes_of(model: PreTrainedModel, batch: PackedBatch) -> RowPasses | None:
+    """The passes of a model that computes rows; None for one that computes the batch's tree."""
+    settings = row_settings(model)
+    return None if settings is None else batch.row_passes(settings.pads)
+
+
+def _run_passes(model: PreTrainedModel, batch: PackedBatch) -> list[torch.Tensor]:
+    """The logits [1, n, V] of each pass over the batch, differentiable."""
+    run: Any = model
+    passes = _passes_of(model, batch)
+    if passes is None:
+        return [run(**batch.inputs).logits]
+    return [run_rows(model, group).logits for group in passes.groups]
 
 
 def allowed_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
@@ -144,11 +175,12 @@ class LinearOutput(NamedTuple):
 
 
 class OutputListener:
-    """While it is open, records the input of the model's output layer: the last hidden states [R,
-    H] of the newest pass."""
+    """While it is open, records the input of the model's output layer in the passes over one
+    batch."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, batch: PackedBatch) -> None:
         self.layer: Any = causal_model(model).get_output_embeddings()
+        self._passes = _passes_of(model, batch)
         self._recorded: list[torch.Tensor] = []
 
     def __enter__(self) -> OutputListener:
@@ -164,20 +196,23 @@ class OutputListener:
 
     @property
     def hidden(self) -> torch.Tensor:
-        return self._recorded[-1]
+        """The last hidden states [R, H] at the nodes that predict, of the newest passes."""
+        if self._passes is None:
+            return self._recorded[-1]
+        return self._passes.join(self._recorded[-len(self._passes.groups) :])
 
 
 class _Interceptor(OutputListener):
     """Intercepts the hidden states before the output layer, and returns `answer` [V] to the model
     as logits [1, 1, V]."""
 
-    def __init__(self, model: PreTrainedModel, answer: torch.Tensor) -> None:
-        super().__init__(model)
+    def __init__(self, model: PreTrainedModel, batch: PackedBatch, answer: torch.Tensor) -> None:
+        super().__init__(model, batch)
         self.answer = answer
 
     def __enter__(self) -> OutputListener:
         self._answer_hook = self.layer.register_forward_hook(
-            lambda *_: self.answer.to(self.hidden.device).view(1, 1, -1)
+            lambda *_: self.answer.to(self._recorded[-1].device).view(1, 1, -1)
         )
         return super().__enter__()
 
@@ -199,7 +234,7 @@ def linear_output(model: PreTrainedModel, batch: PackedBatch) -> LinearOutput | 
         return None
 
     answer = _zeros(layer) if is_known else _probes(layer)
-    hidden, logits = _intercept(model, layer, batch.inputs, answer)
+    hidden, logits = _intercept(model, layer, batch, answer)
     if not is_known:
         tail = tail_of(answer, logits)
         _KNOWN[model] = (_settings(model), tail)
@@ -213,21 +248,21 @@ def last_hidden(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     differentiable. If the layer is one product, no logits are computed."""
     layer = causal_model(model).get_output_embeddings()
     if _is_one_product(layer):
-        return _intercept(model, layer, batch.inputs, _zeros(layer))[0]
-    with OutputListener(model) as listener:
-        model(**batch.inputs)
+        return _intercept(model, layer, batch, _zeros(layer))[0]
+    with OutputListener(model, batch) as listener:
+        _run_passes(model, batch)
     return listener.hidden
 
 
 def _intercept(
-    model: PreTrainedModel, layer: nn.Module, inputs: Mapping[str, Any], answer: torch.Tensor
+    model: PreTrainedModel, layer: nn.Module, batch: PackedBatch, answer: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The hidden states [R, H], and the model's result for `answer` in place of logits."""
     if torch.is_grad_enabled() and isinstance(layer, PackedWeights):
         layer.drop()  # as its own pass with gradients would
-    with _Interceptor(model, answer) as interceptor:
-        outputs: Any = model(**inputs)
-    return interceptor.hidden, outputs.logits
+    with _Interceptor(model, batch, answer) as interceptor:
+        logits = _run_passes(model, batch)[0]
+    return interceptor.hidden, logits
 
 
 def _known_tail(model: PreTrainedModel) -> tuple[bool, OutputTail | None]:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from agentevo.config import RewardModelSection
 from agentevo.training.batching.packing import PackedBatch
+from agentevo.training.kernels.output_layer import token_scores
 
 
 class TokenRewardModel:
@@ -22,13 +23,7 @@ class TokenRewardModel:
     def rewards(self, batch: PackedBatch) -> torch.Tensor:
         """[M] float32: coef times the model's output at the token itself; with at=last 0 before a
         sample's last trained token."""
-        scores = self.model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            plan=batch.plan,
-        ).logits
-        rewards = self.section.coef * scores[0, batch.nodes, 0].float()
+        rewards = self.section.coef * token_scores(self.model, batch).float()
         if self.section.at == "all":
             return rewards
 
