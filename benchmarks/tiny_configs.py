@@ -101,7 +101,7 @@ SHAPE: dict[str, Any] = {
     "qk_head_dim": 24,
     "v_head_dim": 12,
     "index_head_dim": 8,
-    "index_n_heads": 2,
+    "index_n_heads": 32,
     "index_topk": 16,
     # experts
     "num_local_experts": 4,
@@ -165,11 +165,22 @@ QWEN2_FIELDS = (
 )
 ALTERNATING = ["sliding_attention", "full_attention"]
 LATENT = {"num_key_value_heads": 4}
+RECURRENT = {"layer_types": ["linear_attention", "full_attention"]}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "axk1": LATENT,
+    "axk2": LATENT,
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
+    "deepseek_v32": LATENT,
     "glm4_moe_lite": LATENT,
+    "glm_moe_dsa": LATENT,
+    "hy_v4": LATENT,
+    "qwen3_next": RECURRENT,
+    "qwen3_5_text": RECURRENT,
+    "qwen3_5_moe_text": RECURRENT,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "bamba": {"attn_layer_indices": [1]},
+    "nemotron_h": {"n_groups": 2, "layers_block_type": ["mamba", "attention"]},
     "longcat_flash": LATENT,
     "minicpm3": LATENT,
     "youtu": LATENT,
@@ -202,7 +213,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"layer_types": ALTERNATING, "num_kv_shared_layers": 0},
     "gemma4_text": {"layer_types": ALTERNATING},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "mamba2": {"head_dim": 16},
+    "mamba2": {"head_dim": 16, "n_groups": 2},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "reformer": {
         "is_decoder": True,

@@ -124,7 +124,7 @@ class Scheduler:
                 f"prompt{lower}{self._context_advice}"
             )
 
-        if _round_up(need) > self.kv_tokens:
+        if self._size(need) > self.kv_tokens:
             raise RequestTooLongError(
                 f"{what} can't fit the key-value memory of {self.kv_tokens} tokens: raise "
                 "engine.kv_cache_gb (or engine.kv_cache_tokens)"
@@ -170,7 +170,7 @@ class Scheduler:
                 continue
 
             assert sequence.request is not None
-            sequence.need = _room_to_draw(sequence.request, sequence.ids) - sequence.offset
+            sequence.need = room_to_draw(sequence.request, sequence.ids) - sequence.offset
             while not self._make_room(extra=0, capacity=sequence.need):
                 youngest = self.running[-1]
                 self._interrupt(youngest)
@@ -291,10 +291,14 @@ class Scheduler:
         self.clock += 1
         return self.clock
 
+    def _size(self, tokens: int) -> int:
+        """The memory of the keys and values of so many tokens."""
+        return _round_up(tokens)
+
     def _tokens_outside(self) -> int:
         """Tokens of shared prefixes and of idle sessions."""
-        shared = sum(_round_up(length) * len(group) for length, group in self.segments.items())
-        return shared + sum(_round_up(s.cached - s.offset) for s in self.sessions.values())
+        shared = sum(self._size(length) * len(group) for length, group in self.segments.items())
+        return shared + sum(self._size(s.cached - s.offset) for s in self.sessions.values())
 
     def _match(
         self, version: int | None, ids: list[int], known_prefix: KnownPrefix | None = None
@@ -377,7 +381,7 @@ class Scheduler:
             and self._fits_with_segment(segment, request)
             else 0
         )
-        need = _room_to_draw(request, request.ids) - offset
+        need = room_to_draw(request, request.ids) - offset
 
         if segment is not None:
             segment.users += 1  # not to be evicted while room is made
@@ -429,7 +433,7 @@ class Scheduler:
             self.retire(idle)  # start over
             return self._place(request)
 
-        need = _room_to_draw(request, request.ids) - idle.offset
+        need = room_to_draw(request, request.ids) - idle.offset
         slot = self._take_slot(need)
         if slot is None:
             self.sessions[request.session] = idle
@@ -560,7 +564,7 @@ def _length(sequence: Sequence) -> int:
     return len(sequence.ids) - sequence.offset
 
 
-def _room_to_draw(request: EngineRequest, ids: list[int]) -> int:
+def room_to_draw(request: EngineRequest, ids: list[int]) -> int:
     """The most tokens that fit, including these `ids`."""
     return min(request.max_tokens, len(ids) + GROWTH_TOKENS)
 

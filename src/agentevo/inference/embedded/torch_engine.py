@@ -23,6 +23,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,6 +40,9 @@ from agentevo.inference.embedded.routing_memory import RoutingMemory
 from agentevo.inference.embedded.sampling import draw_with_alternatives
 from agentevo.inference.embedded.scheduler import Scheduler, Sequence
 from agentevo.inference.embedded.scores import score_request, scored_completion, take_scores
+from agentevo.inference.embedded.state_batch import StateBatch
+from agentevo.inference.embedded.state_scheduler import StateScheduler, StateSequence
+from agentevo.inference.embedded.states import state_support
 from agentevo.inference.engine import (
     Engine,
     InFlight,
@@ -54,6 +58,7 @@ from agentevo.models.compute.adapters import adapter_names, use_adapter
 from agentevo.models.compute.invariance import batch_dependence
 from agentevo.models.compute.linear import drop_packed
 from agentevo.models.compute.positions import context_length, length_advice
+from agentevo.models.compute.rows import row_settings
 from agentevo.models.compute.thread_settings import own_torch_state
 from agentevo.models.token_rows import num_token_rows, token_logits
 from agentevo.runtime.devices import empty_cache
@@ -89,15 +94,21 @@ class TorchEngine:
                 "model.dtype=float32) and a decoder without experts, or leave the key out"
             )
 
+        support = None if row_settings(model) is None else state_support(model)
+        token_bytes = kv_bytes_per_token(model) if support is None else support.unit_bytes
         kv_tokens = self.config.kv_cache_tokens or int(
-            self.config.kv_cache_gb * 2**30 / kv_bytes_per_token(model)
+            self.config.kv_cache_gb * 2**30 / token_bytes
         )
         records = self.config.routed_experts
         self._routing = RoutingMemory.of(model, kv_tokens, self.version_for) if records else None
         self._routers = None if self._routing is None else self._routing.routers
         length = context_length(model.config)
         advice = length_advice(model.config)
-        self.scheduler = Scheduler(self.config, length, kv_tokens, advice, self._routing)
+        self.scheduler = (
+            Scheduler(self.config, length, kv_tokens, advice, self._routing)
+            if support is None
+            else StateScheduler(self.config, length, kv_tokens, advice, support)
+        )
         on_cpu = next(model.parameters()).device.type == "cpu"
         self._prefill_tokens = self.config.prefill_tokens or (512 if on_cpu else 4096)
         self._vocabulary = num_token_rows(model)
@@ -453,23 +464,15 @@ class TorchEngine:
 
     def _pass(self, version: int, running: list[Sequence]) -> int:
         """Runs one forward pass under that version. Returns how many requests it finished."""
-        device = next(self.model.parameters()).device
-        batch = build_batch(
-            self.scheduler.cache, choose_work(running, self._prefill_tokens), device
-        )
         _, model = self._earlier.model_serving(version, self._version)
-        batch.plan.routing = recording = recording_of(batch, self._routers)
-        outputs = model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            plan=batch.plan,
-            logits_to_keep=batch.logit_rows,
-        )
-        logits = token_logits(self.model, outputs.logits[0])  # [sampled + scored, tokens]
-
-        if recording is not None:
-            record(batch, recording)
+        if isinstance(self.scheduler, StateScheduler):
+            batch: StepBatch | StateBatch = StateBatch(
+                self.scheduler, cast(list[StateSequence], running), self._prefill_tokens
+            )
+            outputs = batch.logits(model, version)
+        else:
+            batch, outputs = self._tree_pass(model, running)
+        logits = token_logits(self.model, outputs)  # [sampled + scored, tokens]
 
         for sequence, count in batch.work:
             sequence.cached += count
@@ -488,10 +491,31 @@ class TorchEngine:
                 self.scheduler.finish_prefix(sequence)
                 finished += 1
 
-        self._computed += batch.input_ids.shape[1]
+        self._computed += sum(count for _, count in batch.work)
         return finished
 
-    def _emit(self, batch: StepBatch, logits: torch.Tensor, version: int) -> int:
+    def _tree_pass(
+        self, model: PreTrainedModel, running: list[Sequence]
+    ) -> tuple[StepBatch, torch.Tensor]:
+        """One forward pass over the new tokens of all sequences, and its logits [sampled + scored,
+        V]."""
+        device = next(self.model.parameters()).device
+        batch = build_batch(
+            self.scheduler.cache, choose_work(running, self._prefill_tokens), device
+        )
+        batch.plan.routing = recording = recording_of(batch, self._routers)
+        outputs: Any = model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            plan=batch.plan,
+            logits_to_keep=batch.logit_rows,
+        )
+        if recording is not None:
+            record(batch, recording)
+        return batch, outputs.logits[0]
+
+    def _emit(self, batch: StepBatch | StateBatch, logits: torch.Tensor, version: int) -> int:
         """Samples a token for each sequence whose tokens are all computed. Answers requests that
         end."""
         if not batch.sampled:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from agentevo.errors import ModelError
 from agentevo.models.compute.trial import (
+    LAYER_TYPES,
     evaluating,
     logprob_difference,
     trial_texts,
@@ -28,6 +29,19 @@ from agentevo.models.compute.trial import (
 )
 from agentevo.models.token_rows import causal_model
 
+PADDED_LAYERS = LAYER_TYPES | {
+    "attention",
+    "chunked_attention",
+    "conv",
+    "hybrid",
+    "linear_attention",
+    "mamba",
+    "mlp",
+    "moe",
+    "recurrent",
+}
+"""The layer types for which the trial's short text shows whether padding changes a number. Sparse
+attention chooses tokens only in texts that are longer than its choice."""
 _KEY = "_agentevo_rows"
 """The attribute of a model that computes rows. Copies of the model keep it."""
 
@@ -86,7 +100,10 @@ def use_rows(model: PreTrainedModel, reason: str) -> None:
             "is no causal language model): choose a decoder"
         )
 
-    pads = logprob_difference(in_company, alone) <= trial_tolerance(model)
+    kinds = set(getattr(inner.config.get_text_config(), "layer_types", None) or ())
+    pads = kinds <= PADDED_LAYERS and (
+        logprob_difference(in_company, alone) <= trial_tolerance(model)
+    )
     vars(inner)[_KEY] = RowSettings(reason, pads)
 
 

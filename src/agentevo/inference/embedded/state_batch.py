@@ -1,0 +1,175 @@
+"""One engine step of a model that computes rows: the passes over the new tokens of its sequences."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from agentevo.inference.embedded.batch import MAX_CHUNK
+from agentevo.inference.embedded.state_scheduler import StateScheduler, StateSequence
+from agentevo.inference.embedded.states import (
+    StateStack,
+    StateSupport,
+    has_tokens,
+    run_states,
+    select_rows,
+)
+from agentevo.models.compute.rows import padded_group, row_settings, run_rows
+
+Work = tuple[StateSequence, int]
+"""A sequence, and the number of its tokens that a step computes."""
+
+
+class StateBatch:
+    """The work of a step. `work`, `sampled` and `scored` are those of StepBatch."""
+
+    def __init__(
+        self, scheduler: StateScheduler, running: Sequence[StateSequence], prefill_tokens: int
+    ) -> None:
+        self.support = scheduler.support
+        self.stacks = scheduler.stacks
+        self.work = _choose_work(self.support, running, prefill_tokens)
+        self.sampled = [s for s, count in self.work if _is_sampled(s, count)]
+        scored = [(s, _num_scored(s, count)) for s, count in self.work]
+        self.scored = [(sequence, count) for sequence, count in scored if count]
+
+    def logits(self, model: PreTrainedModel, version: int) -> torch.Tensor:
+        """The logits [sampled + scored, V], by the model of that version of the weights. The
+        sequences' states continue by the work."""
+        together = []
+        fresh = defaultdict[int, list[Work]](list)
+        alone: list[list[Work]] = []
+        for sequence, count in self.work:
+            if not self.support.continues:
+                fresh[0].append((sequence, count))
+            elif not sequence.cached:
+                fresh[count].append((sequence, count))
+            elif count == 1 and self.support.stacks:
+                together.append(sequence)
+            else:
+                alone.append([(sequence, count)])
+
+        outputs: dict[int, torch.Tensor] = {}
+        stack = self.stacks.setdefault(version, StateStack())
+        stack.put(together)
+        if together:
+            outputs |= _run_stack(model, stack)
+        for works in [*fresh.values(), *alone]:
+            run = _run_equal if self.support.continues else _run_again
+            outputs |= run(model, works)
+
+        sequences = [*self.sampled, *(sequence for sequence, _ in self.scored)]
+        if not sequences:
+            return torch.empty(0)
+        return torch.cat([outputs[id(sequence)] for sequence in sequences])
+
+
+def _choose_work(
+    support: StateSupport, running: Sequence[StateSequence], prefill_tokens: int
+) -> list[Work]:
+    """How many tokens of each sequence a step computes. A sequence that needs one token always gets
+    that token. The others share `prefill_tokens`, first come first served; a prompt that can't be
+    continued by several tokens is computed as a whole."""
+    work = []
+    remaining = prefill_tokens
+    for sequence in running:
+        missing = len(sequence.ids) - sequence.cached
+        if missing == 1 or (sequence.cached and not support.appends and support.continues):
+            work.append((sequence, 1))
+        elif support.appends:
+            count = min(missing, MAX_CHUNK, remaining)
+            remaining -= count
+            if count > 0:
+                work.append((sequence, count))
+        elif remaining > 0:
+            work.append((sequence, missing))
+            remaining -= missing
+
+    return work
+
+
+def _run_stack(model: PreTrainedModel, stack: StateStack) -> dict[int, torch.Tensor]:
+    """One token of each member."""
+    members = stack.members
+    places = [(row, 0) for row, s in enumerate(members) if _columns(s, 1)]
+    ids = [[s.ids[s.cached]] for s in members]
+    group = padded_group(ids, places, model)
+    device = group.input_ids.device
+    positions = torch.tensor([[s.cached] for s in members], device=device)
+    mask = stack.mask(device) if has_tokens(stack.state) else None
+    logits, stack.state = run_states(model, group, stack.state, positions, mask)
+    stack.width += 1
+    return {id(members[row]): logits[n : n + 1] for n, (row, _) in enumerate(places)}
+
+
+def _run_equal(model: PreTrainedModel, works: Sequence[Work]) -> dict[int, torch.Tensor]:
+    """The same number of tokens of sequences without a state, or of one with a state."""
+    count = works[0][1]
+    first = works[0][0].cached
+    texts = [s.ids[first : first + count] for s, _ in works]
+    places = [(row, column) for row, (s, _) in enumerate(works) for column in _columns(s, count)]
+    group = padded_group(texts, places, model)
+    positions = torch.arange(first, first + count, device=group.input_ids.device)
+    positions = positions.expand(len(works), -1)
+    logits, state = run_states(model, group, works[0][0].state, positions)
+    for row, (sequence, _) in enumerate(works):
+        alone = len(works) == 1
+        sequence.state = state if alone else select_rows(state, [row], first + count)
+
+    return _split(logits, works, [len(_columns(s, count)) for s, _ in works])
+
+
+def _run_again(model: PreTrainedModel, works: Sequence[Work]) -> dict[int, torch.Tensor]:
+    """All tokens of each sequence, for a model that does not continue from a state."""
+    settings = row_settings(model)
+    assert settings is not None
+    outputs: dict[int, torch.Tensor] = {}
+    for members in [works] if settings.pads else [[work] for work in works]:
+        texts = [s.ids[: s.cached + count] for s, count in members]
+        places = [
+            (row, s.cached + column)
+            for row, (s, count) in enumerate(members)
+            for column in _columns(s, count)
+        ]
+        logits = run_rows(model, padded_group(texts, places, model)).logits[0]
+        outputs |= _split(logits, members, [len(_columns(s, count)) for s, count in members])
+
+    return outputs
+
+
+def _split(
+    logits: torch.Tensor, works: Sequence[Work], sizes: Sequence[int]
+) -> dict[int, torch.Tensor]:
+    return {
+        id(sequence): part
+        for (sequence, _), part in zip(works, logits.split(list(sizes)), strict=True)
+    }
+
+
+def _columns(sequence: StateSequence, count: int) -> Sequence[int]:
+    """The places among its `count` new tokens that predict a sampled or scored token."""
+    if _is_sampled(sequence, count):
+        return [count - 1]
+    return range(count - _num_scored(sequence, count), count)
+
+
+def _is_sampled(sequence: StateSequence, count: int) -> bool:
+    """Whether a token is sampled after these new tokens."""
+    request = sequence.request
+    return (
+        sequence.cached + count == len(sequence.ids)
+        and request is not None
+        and request.future is not None
+        and request.scored is None
+    )
+
+
+def _num_scored(sequence: StateSequence, count: int) -> int:
+    """How many of the new tokens predict a given token that is scored."""
+    request = sequence.request
+    if request is None or request.scored is None:
+        return 0
+    return max(0, count - max(request.num_context - 1 - sequence.cached, 0))

@@ -1,0 +1,324 @@
+"""The memory of models that compute rows (models/compute/rows.py): transformers' own cache objects.
+
+A state is such an object after some tokens of one sequence: keys and values, convolutions' last
+inputs, recurrent states. A later pass continues from it and changes it. `StateStack` puts the
+states of several sequences into one object, so that one pass computes a token of each. Keys and
+values of shorter sequences are padded on the left, as in transformers' own batched generation.
+
+What a model supports is measured once (`state_support`): whether a state continues, whether it
+continues by several tokens at once, and whether states can be stacked. What it does not support is
+computed in another way: token by token, one sequence after another, or from the first token.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+from agentevo.models.compute.rows import RowGroup, padded_group, run_rows
+from agentevo.models.compute.trial import (
+    evaluating,
+    logprob_difference,
+    trial_texts,
+    trial_tolerance,
+)
+from agentevo.models.token_rows import causal_model
+
+if TYPE_CHECKING:
+    from agentevo.inference.embedded.state_scheduler import StateSequence
+
+LENGTH_AXES = {"keys": -2, "values": -2, "indexer_keys": 1}
+"""Attribute of a cache's layer -> the axis of its tensor along which tokens lie. The other tensors
+have the same size for any number of tokens."""
+CACHE_NAMES = ("past_key_values", "cache_params")
+"""The names of the argument, and of the result, that hold the state."""
+TYPICAL_TOKENS = 1024
+"""The length of a sequence over which the fixed part of a state is spread, to count memory in
+tokens."""
+
+
+@dataclass(frozen=True)
+class StateSupport:
+    """What a model's states support."""
+
+    continues: bool
+    """Whether a pass continues from a state. If not, every pass computes its sequences from the
+    first token."""
+    appends: bool
+    """Whether a pass continues from a state by several tokens."""
+    stacks: bool
+    """Whether states of different length can be computed in one pass."""
+    fixed_bytes: int
+    """The size of a state without its tokens."""
+    bytes_per_token: int
+
+    @property
+    def unit_bytes(self) -> float:
+        """The memory that counts as one token."""
+        return max(self.bytes_per_token + self.fixed_bytes / TYPICAL_TOKENS, 1.0)
+
+    def size(self, tokens: int) -> int:
+        """The memory of a state, counted in tokens."""
+        return int((self.fixed_bytes + self.bytes_per_token * tokens) / self.unit_bytes) + 1
+
+
+@dataclass(eq=False)
+class StateStack:
+    """The states of several sequences in one object, a row each."""
+
+    members: list[StateSequence] = field(default_factory=list)
+    state: Any = None
+    width: int = 0
+    """The number of tokens of the longest member."""
+
+    def put(self, members: Sequence[StateSequence]) -> None:
+        """Makes these sequences the members. New members give their states to the stack."""
+        if [*members] == self.members:
+            return
+
+        kept = [sequence for sequence in self.members if sequence in members]
+        new = [sequence for sequence in members if sequence not in self.members]
+        parts = [sequence.state for sequence in new]
+        if kept:
+            rows = [self.members.index(sequence) for sequence in kept]
+            parts.insert(0, select_rows(self.state, rows, self.width))
+
+        self.width = max((sequence.cached for sequence in members), default=0)
+        self.state = _join_states(parts, self.width) if parts else None
+        self.members = [*kept, *new]
+        for sequence in new:
+            sequence.state = None
+
+    def take(self, sequence: StateSequence) -> Any:
+        """A copy of a member's state."""
+        row = select_rows(self.state, [self.members.index(sequence)], self.width)
+        return _keep_last(row, sequence.cached)
+
+    def mask(self, device: torch.device) -> torch.Tensor:
+        """[B, width + 1]: 1 for the tokens of each member and for the next one, 0 for padding."""
+        padding = torch.tensor([self.width - s.cached for s in self.members], device=device)
+        return (torch.arange(self.width + 1, device=device) >= padding[:, None]).long()
+
+
+def run_states(
+    model: PreTrainedModel,
+    group: RowGroup,
+    state: Any,
+    positions: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Any]:
+    """One pass that continues from `state`, which may be changed. `positions` [B, L]. Returns the
+    logits [n, V] at the group's places, and the new state."""
+    accepted = inspect.signature(causal_model(model).forward).parameters
+    inputs: dict[str, Any] = {"use_cache": True}
+    name = next((name for name in CACHE_NAMES if name in accepted), None)
+    if name is not None and state is not None:
+        inputs[name] = state
+    if "position_ids" in accepted:
+        inputs["position_ids"] = positions
+    if mask is not None and "attention_mask" in accepted:
+        inputs["attention_mask"] = mask
+
+    outputs = run_rows(model, group, **inputs)
+    return outputs.logits[0], getattr(outputs, name, None) if name is not None else None
+
+
+def has_tokens(state: Any) -> bool:
+    """Whether a state grows with its tokens."""
+    return any(place.axis is not None for place in _places(state))
+
+
+_SUPPORT: WeakKeyDictionary[torch.nn.Module, StateSupport] = WeakKeyDictionary()
+
+
+def state_support(model: PreTrainedModel) -> StateSupport:
+    """What the model's states support, measured with short texts."""
+    inner = causal_model(model)
+    if inner not in _SUPPORT:
+        with evaluating(model), torch.inference_mode():
+            _SUPPORT[inner] = _measure(model)
+    return _SUPPORT[inner]
+
+
+def _measure(model: PreTrainedModel) -> StateSupport:
+    text, other, another = trial_texts(model)
+    longer = [*other, *another]
+    tolerance = trial_tolerance(model)
+
+    def agrees(logits: torch.Tensor, expected: torch.Tensor) -> bool:
+        return logprob_difference(logits.float(), expected.float()) <= tolerance
+
+    def begin(ids: list[int]) -> Any:
+        return _pass(model, ids, None, 0)[1]
+
+    expected, expected_longer = (
+        run_rows(model, padded_group([ids], [(0, n) for n in range(len(ids))], model)).logits[0]
+        for ids in (text, longer)
+    )
+    try:
+        state = begin(text[:-1])
+        interleaved = begin(longer[:-1])  # a model may keep a state of its own
+        fixed_bytes, token_bytes = _sizes(state, len(text) - 1)
+        continues = agrees(_pass(model, text[-1:], state, len(text) - 1)[0], expected[-1:])
+        del interleaved
+    except Exception:  # noqa: BLE001 (whatever the model's own code raises: it can't continue)
+        continues = False
+        fixed_bytes = token_bytes = 0
+
+    if not continues:
+        return StateSupport(False, False, False, 0, 0)
+
+    try:
+        appended = _pass(model, text[-6:], begin(text[:-6]), len(text) - 6)[0]
+        appends = agrees(appended, expected[-6:])
+    except Exception:  # noqa: BLE001
+        appends = False
+
+    try:
+        lengths = [len(text) - 1, len(longer) - 1]
+        states = [begin(text[:-1]), begin(longer[:-1])]
+        logits = _pass_stacked(model, [text[-1], longer[-1]], states, lengths)
+        stacks = agrees(logits[:1], expected[-1:]) and agrees(logits[1:], expected_longer[-1:])
+    except Exception:  # noqa: BLE001
+        stacks = False
+
+    return StateSupport(continues, appends, stacks, fixed_bytes, token_bytes)
+
+
+def _pass(
+    model: PreTrainedModel, ids: list[int], state: Any, first: int
+) -> tuple[torch.Tensor, Any]:
+    """The logits [T, V] of the tokens, which continue from a state of `first` tokens, and the new
+    state."""
+    group = padded_group([ids], [(0, column) for column in range(len(ids))], model)
+    positions = torch.arange(first, first + len(ids), device=group.input_ids.device).unsqueeze(0)
+    return run_states(model, group, state, positions)
+
+
+def _pass_stacked(
+    model: PreTrainedModel, ids: list[int], states: list[Any], lengths: list[int]
+) -> torch.Tensor:
+    """The logits [B, V] of the next token of each sequence."""
+    width = max(lengths)
+    stacked = _join_states(states, width)
+    group = padded_group([[id] for id in ids], [(row, 0) for row in range(len(ids))], model)
+    device = group.input_ids.device
+    positions = torch.tensor(lengths, device=device).unsqueeze(1)
+    padding = torch.tensor([width - length for length in lengths], device=device)
+    mask = (torch.arange(width + 1, device=device) >= padding[:, None]).long()
+    return run_states(model, group, stacked, positions, mask if has_tokens(stacked) else None)[0]
+
+
+def _sizes(state: Any, tokens: int) -> tuple[int, int]:
+    """The bytes of a state of so many tokens: the fixed part, and those of each token."""
+    fixed = token = 0
+    for place in _places(state):
+        tensor = place.tensor
+        size = tensor.numel() * tensor.element_size()
+        if place.axis is None:
+            fixed += size
+        else:
+            token += size // tensor.shape[place.axis]
+    return fixed, token
+
+
+class _Place(NamedTuple):
+    """A tensor of a state that has a row per sequence."""
+
+    holder: dict[Any, Any]
+    key: Any
+    tensor: torch.Tensor
+    axis: int | None
+    """The axis of its tokens."""
+
+
+def _places(state: Any) -> Iterator[_Place]:
+    for layer in state.layers:
+        attributes = vars(layer)
+        for name, value in list(attributes.items()):
+            if isinstance(value, torch.Tensor):
+                if value.dim() and value.numel():
+                    yield _Place(attributes, name, value, LENGTH_AXES.get(name))
+            elif isinstance(value, dict):
+                for key, tensor in value.items():
+                    if isinstance(tensor, torch.Tensor) and tensor.dim():
+                        yield _Place(value, key, tensor, None)
+
+
+def _combine(
+    states: Sequence[Any],
+    length: int,
+    combine: Callable[[list[torch.Tensor], int | None], torch.Tensor],
+) -> Any:
+    """A new state of `length` tokens. `combine` makes each tensor of it from those of the states
+    and from the axis of their tokens."""
+    combined = copy.copy(states[0])
+    combined.layers = [_copy_layer(layer) for layer in states[0].layers]
+    for target, *sources in zip(_places(combined), *map(_places, states), strict=True):
+        target.holder[target.key] = combine([source.tensor for source in sources], target.axis)
+
+    for layer in combined.layers:
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = length
+
+    return combined
+
+
+def _copy_layer(layer: Any) -> Any:
+    copied = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, dict):
+            setattr(copied, name, dict(value))
+    return copied
+
+
+def copy_state(state: Any, length: int) -> Any:
+    """A state of `length` tokens that shares no memory with the first one."""
+    return _combine([state], length, lambda tensors, axis: tensors[0].clone())
+
+
+def select_rows(state: Any, rows: list[int], length: int) -> Any:
+    """A new state of these rows."""
+    return _combine([state], length, lambda tensors, axis: tensors[0][rows])
+
+
+def _keep_last(state: Any, length: int) -> Any:
+    """A state of one row with its last `length` tokens."""
+
+    def keep(tensors: list[torch.Tensor], axis: int | None) -> torch.Tensor:
+        (tensor,) = tensors
+        if axis is None or tensor.shape[axis] <= length:
+            return tensor
+        return tensor.narrow(axis, tensor.shape[axis] - length, length).clone()
+
+    return _combine([state], length, keep)
+
+
+def _join_states(states: Sequence[Any], width: int) -> Any:
+    """A new state with the rows of all states, of `width` tokens. Shorter tensors are padded on the
+    left, and longer ones, which are padded already, lose padding."""
+
+    def join(tensors: list[torch.Tensor], axis: int | None) -> torch.Tensor:
+        if axis is None:
+            return torch.cat(tensors)
+        size = min(width, max(tensor.shape[axis] for tensor in tensors))
+        return torch.cat([_resize(tensor, axis, size) for tensor in tensors])
+
+    return _combine(states, width, join)
+
+
+def _resize(tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:
+    """The last `size` entries along an axis, after zeros if there are fewer."""
+    missing = size - tensor.shape[axis]
+    if missing <= 0:
+        return tensor.narrow(axis, -missing, size)
+    shape = list(tensor.shape)
+    shape[axis] = missing
+    return torch.cat([tensor.new_zeros(shape), tensor], dim=axis)
