@@ -180,6 +180,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": RECURRENT,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "bamba": {"attn_layer_indices": [1]},
+    "qwen4_exp_text": RECURRENT
+    | {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
     "nemotron_h": {"n_groups": 2, "layers_block_type": ["mamba", "attention"]},
     "longcat_flash": LATENT,
     "minicpm3": LATENT,
@@ -208,6 +216,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         }
     },
     "dots1": {"n_shared_experts": 1},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "kimi_linear": RECURRENT | LATENT,
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "gemma3n_text": {"layer_types": ALTERNATING, "num_kv_shared_layers": 0},
@@ -223,7 +233,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 3, "layer_types": ["mamba", "hybrid", "hybrid"]},
-    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }
 

@@ -236,6 +236,10 @@ class TrainerSection(Section):
     """Folder of a checkpoint whose optimizer state (AdamW's moments) this run continues with. The
     learning rate starts its own schedule. Set model.name to the same checkpoint, whose weights the
     run starts from. Default: a new optimizer."""
+    compute: Literal["auto", "tree", "rows"] = "auto"
+    """How the model is computed. `tree`: AgentEvo's attention over packed sequences that share
+    prefixes. `rows`: the model's own forward pass, a sequence per row. `auto`: tree, or rows for
+    models that the tree would compute differently from transformers. docs/architectures.md"""
     prefix_merging: bool = True
     """Compute a common prefix of several samples only once. The result does not depend on it. If
     false, every sample is computed in full, as in most trainers; this is slower, and useful for

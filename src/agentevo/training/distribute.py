@@ -12,6 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.config import ParallelSection
+from agentevo.errors import TrainingError
+from agentevo.models.compute.rows import row_settings
 from agentevo.models.compute.sharded import check_shard, make_plain, place, shard
 from agentevo.training.collectives import Ranks
 from agentevo.training.mesh import CONTEXT, EXPERT, SHARING, TENSOR, Meshes
@@ -30,6 +32,17 @@ from agentevo.training.workload import keep_flops
 def check_spread(model: PreTrainedModel, section: ParallelSection) -> None:
     """Raises ModelError or TrainingError for a model that `spread` can't divide so. It changes
     nothing and needs no other process."""
+    parts = [key for key in ("tensor", "context", "expert", "pipeline") if getattr(section, key) > 1]
+    if parts and (settings := row_settings(model)) is not None:
+        raise TrainingError(
+            f"trainer.parallel.{parts[0]} needs trainer.compute=tree, and this model computes rows "
+            f"({settings.reason}): use trainer.parallel.data or shard"
+        )
+    if section.shard > 1 and (settings := row_settings(model)) is not None and not settings.pads:
+        raise TrainingError(
+            "trainer.parallel.shard runs the same number of passes on all processes, but this model "
+            "computes rows of different length one by one: set it to 1"
+        )
     if section.pipeline > 1:
         check_pipeline(model, section.pipeline)
     if section.tensor > 1:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from agentevo.algorithms.preference import bind_preference_loss
 from agentevo.config import AlgorithmSection, MemorySection, TrainerSection
 from agentevo.models.compute.positions import context_length
+from agentevo.models.compute.rows import shares_prefixes
 from agentevo.training.batching.credit import TurnCredits
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import (
@@ -156,7 +157,7 @@ class PreferenceTrainer:
         rows, owners = self._rows(answers)
         section = self.section
         device = device_of(self.model)
-        merge = section.prefix_merging
+        merge = shares_prefixes(self.model, section.prefix_merging)
         batches = micro_batches(rows, section.micro_batch_tokens, device, merge=merge)
         nulls = null_batches(rows, len(batches), device, merge=merge)
 
@@ -259,7 +260,7 @@ class PreferenceTrainer:
             section.micro_batch_tokens,
             device_of(self.model),
             compute,
-            merge=section.prefix_merging,
+            merge=shares_prefixes(model, section.prefix_merging),
         )
 
     def state_dict(self) -> dict[str, Any]:

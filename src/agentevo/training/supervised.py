@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from agentevo.config import ColdStartSection, MemorySection, SFTSection, TrainerSection
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.compute.adapters import dropping_out
+from agentevo.models.compute.rows import shares_prefixes
 from agentevo.runtime.seeds import derive_seed
 from agentevo.training.batching.passes import (
     device_of,
@@ -116,7 +117,7 @@ class SupervisedTrainer:
         lr = self.optimization.begin(scheduled_rate(section, self.steps, self.total_steps))
         trained = sum(s.num_trained for s in samples)
         sums = {"sft/loss": 0.0, "trainer/logical_tokens": 0.0, "trainer/distinct_tokens": 0.0}
-        merge = section.prefix_merging
+        merge = shares_prefixes(self.model, section.prefix_merging)
         device = device_of(self.model)
         batches = micro_batches(samples, section.micro_batch_tokens, device, merge=merge)
         nulls = null_batches(samples, len(batches), device, merge=merge)

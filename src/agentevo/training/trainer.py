@@ -24,6 +24,7 @@ from agentevo.config import (
     ProcessRewardSection,
     TrainerSection,
 )
+from agentevo.models.compute.rows import shares_prefixes
 from agentevo.models.grammar import Grammars
 from agentevo.runtime.progress import ProgressBar, bar
 from agentevo.training.batching.credit import TurnCredits
@@ -84,7 +85,7 @@ class Trainer:
         self.preparation = Preparation(
             algorithm,
             trainer.micro_batch_tokens,
-            merge=trainer.prefix_merging,
+            merge=shares_prefixes(model, trainer.prefix_merging),
             grammars=grammars,
             replay=self.replay,
             packed=self.packed,
@@ -208,7 +209,7 @@ class Trainer:
     def _update(self, samples: list[Sample], progress: ProgressBar) -> dict[str, float]:
         """Makes one optimizer step of the policy over a minibatch, and one of the critic."""
         device = device_of(self.model)
-        merge = self.section.prefix_merging
+        merge = shares_prefixes(self.model, self.section.prefix_merging)
         batches = micro_batches(
             samples, self.section.micro_batch_tokens, device, merge=merge, packed=self.packed
         )

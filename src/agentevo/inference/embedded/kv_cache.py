@@ -21,6 +21,8 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.inference.embedded.routing import TokenRows
+from agentevo.inference.embedded.states import state_support
+from agentevo.models.compute.rows import row_settings
 from agentevo.models.compute.trial import key_value_sizes
 
 KEY_BLOCK = 32
@@ -39,7 +41,10 @@ def in_rows(keys: torch.Tensor) -> torch.Tensor:
 
 
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
-    """Key-value memory of one token over all layers of a prepared model, in bytes."""
+    """Key-value memory of one token over all layers of a prepared model, in bytes. Of a model that
+    computes rows: that of one token of a long sequence."""
+    if row_settings(model) is not None:
+        return round(state_support(model).unit_bytes)
     numbers = sum(heads * (key + value) for heads, key, value in key_value_sizes(model))
     return numbers * next(model.parameters()).element_size()
 

@@ -45,9 +45,9 @@ class StateBatch:
         for sequence, count in self.work:
             if not self.support.continues:
                 fresh[0].append((sequence, count))
-            elif not sequence.cached:
+            elif not sequence.cached and self.support.stacks:
                 fresh[count].append((sequence, count))
-            elif count == 1 and self.support.stacks:
+            elif count == 1 and sequence.cached and self.support.stacks:
                 together.append(sequence)
             else:
                 alone.append([(sequence, count)])

@@ -145,7 +145,7 @@ class StateScheduler(Scheduler):
         elif isinstance(segment, StateSegment):
             segment.last_used = self._tick()
             sequence.cached = len(segment.ids)
-            sequence.state = copy_state(segment.state, sequence.cached)
+            sequence.state = copy_state(segment.state)
             self.prefix_hit_tokens += sequence.cached
 
         self.running.append(sequence)

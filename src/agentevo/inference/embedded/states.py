@@ -130,6 +130,11 @@ def run_states(
     return outputs.logits[0], getattr(outputs, name, None) if name is not None else None
 
 
+def copy_state(state: Any) -> Any:
+    """A state that shares no memory with the first one."""
+    return copy.deepcopy(state)
+
+
 def has_tokens(state: Any) -> bool:
     """Whether a state grows with its tokens."""
     return any(place.axis is not None for place in _places(state))
@@ -277,11 +282,6 @@ def _copy_layer(layer: Any) -> Any:
         if isinstance(value, dict):
             setattr(copied, name, dict(value))
     return copied
-
-
-def copy_state(state: Any, length: int) -> Any:
-    """A state of `length` tokens that shares no memory with the first one."""
-    return _combine([state], length, lambda tensors, axis: tensors[0].clone())
 
 
 def select_rows(state: Any, rows: list[int], length: int) -> Any:

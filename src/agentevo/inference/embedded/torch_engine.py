@@ -95,9 +95,8 @@ class TorchEngine:
             )
 
         support = None if row_settings(model) is None else state_support(model)
-        token_bytes = kv_bytes_per_token(model) if support is None else support.unit_bytes
         kv_tokens = self.config.kv_cache_tokens or int(
-            self.config.kv_cache_gb * 2**30 / token_bytes
+            self.config.kv_cache_gb * 2**30 / kv_bytes_per_token(model)
         )
         records = self.config.routed_experts
         self._routing = RoutingMemory.of(model, kv_tokens, self.version_for) if records else None

@@ -14,11 +14,14 @@ from torch import nn
 
 from agentevo.models.compute.fused import FusedLayer
 from agentevo.models.compute.linear import FastLinear, available
+from agentevo.models.compute.rows import row_settings
 
 
 def batch_dependence(model: nn.Module) -> str | None:
     """Why the last digits of a token's results can depend on the other tokens in the pass, for a
     `model` after `prepare`. None if they can't."""
+    if row_settings(model) is not None:
+        return "the model computes rows by transformers' own code (trainer.compute)"
     parameters = list(model.parameters())
     if parameters[0].device.type != "cpu":
         return f"on {parameters[0].device.type} the library chooses kernels by the size of a batch"

@@ -41,6 +41,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentevo.errors import ModelError, TrainingError
 from agentevo.models.compute.linear import PackedWeights
+from agentevo.models.compute.rows import row_settings
 from agentevo.models.compute.trial import pass_alone
 
 KEY = "trainer.routing_replay"
@@ -242,6 +243,8 @@ def enable_routing(model: PreTrainedModel) -> PreTrainedModel:
     after `agentevo.models.compute.attention.prepare` and before `keep_activations`. Raises
     ModelError for a model without experts, and for routers that can't be replayed. The model
     then stays unchanged."""
+    if row_settings(model) is not None:
+        raise _refusal(model, "it computes rows by transformers' own code (trainer.compute)")
     layer_of_router = _find_routers(model)
     routers = [_Router(router, number) for number, router in enumerate(layer_of_router)]
     stand_ins: list[tuple[nn.Module, Any]] = [(wrapper.router, wrapper) for wrapper in routers]

@@ -74,6 +74,12 @@ def row_settings(model: nn.Module) -> RowSettings | None:
     return settings
 
 
+def shares_prefixes(model: nn.Module, wanted: bool) -> bool:
+    """Whether the model's passes compute a common prefix of several sequences once. `wanted`:
+    whether the recipe wants it (`prefix_merging`)."""
+    return wanted and row_settings(model) is None
+
+
 def use_rows(model: PreTrainedModel, reason: str) -> None:
     """Makes a model compute rows, in place. Raises ModelError if the model is not causal: if what
     it predicts after a token depends on later tokens."""

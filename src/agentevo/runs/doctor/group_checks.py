@@ -24,6 +24,7 @@ from agentevo.inference.embedded.sampling import filter_logits
 from agentevo.inference.engine import CANT_SCORE, Engine, ScoringEngine, TokenListener, TokenScores
 from agentevo.inference.weights.transports import local_transport
 from agentevo.models.compute.attention import NAME
+from agentevo.models.compute.rows import row_settings
 from agentevo.models.token_rows import token_logits
 from agentevo.runs.doctor.memory_estimate import (
     FLOAT,
@@ -211,6 +212,10 @@ def _path(trajectory: Trajectory, leaf: Turn) -> list[Turn]:
 def _own_attention(model: PreTrainedModel) -> Iterator[None]:
     """Temporarily restores transformers' attention in a model that `models.attention.prepare`
     changed to AgentEvo's."""
+    if row_settings(model) is not None:
+        yield
+        return
+
     model.set_attn_implementation("sdpa")
     try:
         yield

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from agentevo.config import RunConfig, SFTSection
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.compute.positions import context_length
+from agentevo.models.compute.rows import shares_prefixes
 from agentevo.models.files.load import LoadedModel
 from agentevo.observability import LiveView
 from agentevo.runs.doctor import checks
@@ -80,7 +81,7 @@ def _judge_memory(config: RunConfig, loaded: LoadedModel, data: SFTData) -> Chec
 
 def _load(batch: list[Sample], section: SFTSection, *, on_cpu: bool) -> Load:
     """The load of the largest micro-batch."""
-    merge = section.prefix_merging
+    merge = shares_prefixes(model, section.prefix_merging)
     split = split_by_tokens([s.ids for s in batch], section.micro_batch_tokens, merge=merge)
     loads = []
     for part in split:

@@ -45,7 +45,7 @@ def shape_policy(config: RunConfig, shape: PretrainedConfig) -> PreTrainedModel:
     lora = config.model.lora
     model = make_hollow(config.model, shape)
     if not lora.enabled:
-        return prepare(model)
+        return prepare(model, compute=config.trainer.compute)
 
     with torch.device("meta"):
         packed = [] if lora.quantize == "none" else _packed_layers(model)
@@ -54,7 +54,7 @@ def shape_policy(config: RunConfig, shape: PretrainedConfig) -> PreTrainedModel:
             num_bytes = round(layer.weight.numel() * PACKED_BYTES[lora.quantize])
             layer.weight = nn.Parameter(torch.empty(num_bytes, dtype=torch.uint8), False)
 
-    return prepare(adapted)
+    return prepare(adapted, compute=config.trainer.compute)
 
 
 def variant_needs(

@@ -36,6 +36,7 @@ from agentevo.models.compute.attention import prepare
 from agentevo.models.compute.compiled import compile_layers
 from agentevo.models.compute.positions import context_length
 from agentevo.models.compute.routers import enable_routing
+from agentevo.models.compute.rows import row_settings
 from agentevo.models.files.load import LoadedModel, load_model, load_reward_model
 from agentevo.models.files.model_copy import copy_policy
 from agentevo.observability.tracing import open_tracing
@@ -192,10 +193,10 @@ def load_policy(
         section = section.model_copy(update={"device": "cpu"})
 
     loaded = load_model(section, corpus=corpus, seed=derive_seed(config.run.seed, "model"))
-    model = prepare(loaded.model, on_cpu=on_cpu)
+    model = prepare(loaded.model, on_cpu=on_cpu, compute=config.trainer.compute)
     if needs_routers(config):
         model = enable_routing(model)
-    if _compiles(config, model.device):
+    if _compiles(config, model.device) and row_settings(model) is None:
         model = compile_layers(model)
 
     return replace(loaded, model=keep_activations(model, config.memory))

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from agentevo.config import MemorySection, ProcessRewardSection, TrainerSection
 from agentevo.models.compute.parameters import trained_parameters
+from agentevo.models.compute.rows import shares_prefixes
 from agentevo.models.files.model_copy import copy_policy
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import (
@@ -79,7 +80,7 @@ class ImplicitProcessReward:
         lr = self.optimization.begin()
         section = self.trainer
         device = device_of(self.model)
-        merge = section.prefix_merging
+        merge = shares_prefixes(self.model, section.prefix_merging)
         batches = micro_batches(samples, section.micro_batch_tokens, device, merge=merge)
         nulls = null_batches(samples, len(batches), device, merge=merge)
         loss, sums = backward_through_sums(
