@@ -1,5 +1,5 @@
 """Every architecture that transformers has as a causal language model, computed by AgentEvo and by
-transformers: exact with its figures, or refused with the words.
+transformers: exact with its figures and the way it computes, or refused with the words.
 
     .venv/bin/python benchmarks/architectures.py --write     # docs/architectures.md, 10 minutes
     .venv/bin/python benchmarks/architectures.py llama "llama, RoPE yarn"
@@ -43,6 +43,7 @@ from agentevo.errors import ModelError
 from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.models.compute.adapters import add_adapter
 from agentevo.models.compute.attention import prepare
+from agentevo.models.compute.rows import row_settings
 from agentevo.models.compute.trial import REMEDY
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
@@ -54,14 +55,29 @@ MOST_CHARACTERS = 300
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
 INTRODUCTION = """# Architectures
 
-This page shows which model architectures you can train. AgentEvo computes any transformers model
-whose layers are attention and feed-forward. It packs all sequences into one row of tokens, and a
-plan says which token may attend to which.
+This page shows which model architectures you can train: every causal language model that
+transformers loads. There are two ways to compute, and the losses, adapters, checkpoints and
+everything else are the same over both:
+
+- **tree**: AgentEvo's attention. All sequences are packed into one row of tokens, prefixes that
+  they share are computed once, and a plan says which token may attend to which. For models whose
+  layers are attention and feed-forward.
+- **rows**: the model's own forward pass, with a sequence per row. For all other models: recurrent
+  layers, convolutions, sparse attention, attention sinks, models without transformers' attention
+  interface.
 
 Every model is checked when it is loaded. `prepare` runs a short text through the model twice, as
-transformers does and as training and the engine do, and refuses the model if the results differ
-(`models/compute/trial.py`). So an architecture that is missing from these tables is also either
-exact or refused before anything is created.
+transformers does and as the tree does (`models/compute/trial.py`). If the results differ, the model
+computes rows, and the run says so with the reason. A model in which a token sees later tokens is
+refused. `trainer.compute` (`auto`, `tree`, `rows`) makes the choice yourself: with `tree`, a model
+that the tree can't compute is refused.
+
+What rows cost: prefixes that samples share are computed once per sample, and
+`trainer.parallel.tensor`, `context`, `expert` and `pipeline`, `trainer.routing_replay`,
+`engine.routed_experts` and `engine.batch_invariant` need the tree.
+[Engines](engines.md#models-that-compute-rows) says how the embedded engine generates with such a
+model. Log-probs are exact in each case but two: transformers' own step for one token of nemotron_h
+and zamba2 leaves out the lower bound of Mamba's time step, which its pass over a text has.
 
 `python benchmarks/architectures.py --write` made the tables with transformers {version}, on tiny
 models with random weights in float32 on a CPU: {counts}.
@@ -71,7 +87,8 @@ models with random weights in float32 on a CPU: {counts}.
 A figure is the largest difference of a log-prob, in nats, from transformers' eager attention on
 each sequence alone in float64:
 
-- **training**: in a packed training pass
+- **way**: tree or rows
+- **training**: in a training pass over several sequences
 - **engine**: in the engine, for tokens as drawn
 - **gradient**: |g - g64| / |g64| for the gradient g of the packed pass
 - **LoRA**: in a training pass with LoRA on all linear layers
@@ -95,6 +112,9 @@ For mixture-of-experts models whose routing can be replayed, see [Training](trai
 LIMIT = 1e-4
 """Nats."""
 GRADIENT_LIMIT = 1e-4
+STEP_LIMITS = {"nemotron_h": 1e-3, "zamba2": 1e-2}
+"""The limits of the engine for models whose step for one token differs from their own pass over a
+text, in nats."""
 
 
 class Float64(TorchFunctionMode):
@@ -115,6 +135,7 @@ class Row:
 
     name: str
     class_name: str = ""
+    way: str = "tree"
     refusal: str = ""
     defect: str = ""
     missing: str = ""
@@ -169,6 +190,7 @@ def check(name: str) -> Row:
         row.defect = _one_line(error)
         return row
 
+    row.way = "tree" if row_settings(prepared) is None else "rows"
     try:
         row.figures = _figures(model, prepared)
         row.figures |= _lora_figures(model)
@@ -179,7 +201,8 @@ def check(name: str) -> Row:
     except Exception as error:  # noqa: BLE001
         row.defect = _one_line(error)
 
-    limits = {"training": LIMIT, "engine": LIMIT, "gradient": GRADIENT_LIMIT, "lora": LIMIT}
+    engine_limit = STEP_LIMITS.get(name, LIMIT)
+    limits = {"training": LIMIT, "engine": engine_limit, "gradient": GRADIENT_LIMIT, "lora": LIMIT}
     wrong = [key for key, limit in limits.items() if not row.figures.get(key, 0.0) <= limit]
     row.defect = row.defect or ", ".join(f"{key} {row.figures[key]:.1e}" for key in wrong)
     return row
@@ -324,13 +347,15 @@ def page(rows: Sequence[Row]) -> str:
         verdict: [row for row in rows if row.verdict == verdict]
         for verdict in ("exact", "refused", "not tried", "defect")
     }
-    counts = ", ".join(f"{len(found)} {verdict}" for verdict, found in by_verdict.items() if found)
+    counts = ", ".join(f"{len(part)} {verdict}" for verdict, part in by_verdict.items() if part)
+    rows_count = sum(row.way == "rows" for row in by_verdict["exact"])
+    counts += f"; {rows_count} of the exact ones compute rows"
     lines = [
         INTRODUCTION.format(version=transformers.__version__, counts=counts),
         "## Exact",
         "",
-        "| model type | class | training | engine | gradient | LoRA | eager | its gradient |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model type | class | way | training | engine | gradient | LoRA | eager | its gradient |",
+        "|---|---|---|---|---|---|---|---|---|",
         *map(_exact_line, by_verdict["exact"]),
         "",
         "## Refused",
@@ -358,7 +383,7 @@ def _exact_line(row: Row) -> str:
     figures = [f"{row.figures[key]:.0e}" for key in ("training", "engine", "gradient")]
     lora = f"{row.figures['lora']:.0e}" if "lora" in row.figures else _cell(row.lora_refusal)
     eager = [f"{row.figures[key]:.0e}" for key in ("eager", "eager gradient")]
-    return f"| {' | '.join([row.name, row.class_name, *figures, lora, *eager])} |"
+    return f"| {' | '.join([row.name, row.class_name, row.way, *figures, lora, *eager])} |"
 
 
 def _words(row: Row) -> str:

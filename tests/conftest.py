@@ -17,6 +17,8 @@ import pytest
 import torch
 import warm_processes
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -107,7 +109,47 @@ class RandomModel(NamedTuple):
             return self.alone(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
-def _build(name: str) -> PreTrainedModel:
+ROW_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-next": (
+        "qwen3_next",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "mamba": ("mamba", {"state_size": 8, "time_step_rank": 4, "intermediate_size": 64}),
+    "bloom": ("bloom", {"n_head": 4, "n_layer": 2}),
+    "minimax": (
+        "minimax",
+        {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2},
+    ),
+    "rwkv": ("rwkv", {"attention_hidden_size": 32}),
+}
+"""Models that compute rows: recurrent states that continue by several tokens or (mamba) only by
+one, convolutions, attention sinks with a window, ALiBi, states that can't be stacked (minimax), and
+states of a kind of their own (rwkv)."""
+
+
+def _build(name: str) -> PreTrainedModel:  # noqa: PLR0911 (an architecture each)
     # Wide initial weights: with the usual 0.02 attention is all but uniform, and a token that sees
     # too much would hardly show.
     shape: dict[str, Any] = {
@@ -159,6 +201,10 @@ def _build(name: str) -> PreTrainedModel:
         return Gemma3ForCausalLM(
             Gemma3TextConfig(**shape, **layers, head_dim=8, query_pre_attn_scalar=8)
         )
+
+    if name in ROW_ARCHITECTURES:
+        model_type, kinds = ROW_ARCHITECTURES[name]
+        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**shape | kinds))
 
     assert name == "gemma2"
     return Gemma2ForCausalLM(

@@ -1,5 +1,5 @@
-"""Models that AgentEvo would compute otherwise than transformers does are refused, found out by a
-short text."""
+"""A short text shows which models the token tree would compute otherwise than transformers does:
+they compute rows. Models that are not causal are refused."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from transformers import (
 
 from agentevo.errors import ModelError
 from agentevo.models.compute.attention import prepare
+from agentevo.models.compute.rows import row_settings
 from agentevo.models.compute.trial import _PackedTextsPlan, key_value_sizes
 
 SHAPE = {
@@ -102,20 +103,37 @@ def strange():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("lfm2", "layers of the kind conv, which AgentEvo can't pack: choose a Llama"),
+        ("lfm2", "layers of the kind conv, which AgentEvo can't pack"),
         ("granite-hybrid", "layers of the kind linear_attention"),
         ("llama4", "layers of the kind chunked_attention"),
         ("gpt-oss", "attention sinks"),
-        ("bert", "BertLMHeadModel: a token sees those after it"),
         ("roberta", "RobertaForCausalLM: its positions do not begin at 0"),
         ("nemotron", "NemotronForCausalLM does not pass its arguments on to its attention"),
         ("recurrent-gemma", "depends on the tokens around it by another way than attention"),
     ],
 )
-def test_architectures_that_can_not_be_packed(name, reason, strange):
+def test_architectures_that_compute_rows(name, reason, strange):
     with pytest.raises(ModelError, match=reason) as refusal:
-        prepare(strange(name))
+        prepare(strange(name), compute="tree")
     assert "choose a Llama" in str(refusal.value) and "plan=" not in str(refusal.value)
+
+    model = strange(name)
+    implementation = model.config._attn_implementation
+    settings = row_settings(prepare(model))
+    assert reason in settings.reason and settings.pads
+    assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("compute", ["auto", "tree", "rows"])
+def test_a_model_that_sees_later_tokens_is_refused(compute, strange):
+    with pytest.raises(ModelError, match="BertLMHeadModel: a token sees those after it"):
+        prepare(strange("bert"), compute=compute)
+
+
+def test_a_model_that_the_tree_computes_can_be_asked_to_compute_rows(random_model):
+    model = copy.deepcopy(random_model("llama").alone)
+    assert row_settings(prepare(model, compute="rows")).reason == "trainer.compute=rows"
+    assert row_settings(prepare(copy.deepcopy(random_model("llama").alone))) is None
 
 
 class Shifted(torch.nn.Module):
@@ -151,7 +169,13 @@ def test_what_no_config_tells_is_found_by_trying(wrapped, dtype, random_model):
     with pytest.raises(
         ModelError, match="depends on the tokens around it by another way than attention"
     ):
-        prepare(model)
+        prepare(copy.deepcopy(model), compute="tree")
+
+    if wrapped is Shifted:  # the first token sees the last one
+        with pytest.raises(ModelError, match="a token sees those after it"):
+            prepare(model)
+    else:
+        assert row_settings(prepare(model)) is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -228,4 +252,4 @@ def test_a_mask_of_the_models_own_is_refused(random_model):
     with pytest.raises(
         ModelError, match="LlamaForCausalLM: the model makes an attention mask of its own"
     ):
-        prepare(model)
+        prepare(model, compute="tree")

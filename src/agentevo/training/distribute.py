@@ -32,7 +32,9 @@ from agentevo.training.workload import keep_flops
 def check_spread(model: PreTrainedModel, section: ParallelSection) -> None:
     """Raises ModelError or TrainingError for a model that `spread` can't divide so. It changes
     nothing and needs no other process."""
-    parts = [key for key in ("tensor", "context", "expert", "pipeline") if getattr(section, key) > 1]
+    parts = [
+        key for key in ("tensor", "context", "expert", "pipeline") if getattr(section, key) > 1
+    ]
     if parts and (settings := row_settings(model)) is not None:
         raise TrainingError(
             f"trainer.parallel.{parts[0]} needs trainer.compute=tree, and this model computes rows "
@@ -40,8 +42,8 @@ def check_spread(model: PreTrainedModel, section: ParallelSection) -> None:
         )
     if section.shard > 1 and (settings := row_settings(model)) is not None and not settings.pads:
         raise TrainingError(
-            "trainer.parallel.shard runs the same number of passes on all processes, but this model "
-            "computes rows of different length one by one: set it to 1"
+            "trainer.parallel.shard needs the same number of passes on all processes, but this "
+            "model computes rows of different length one by one: set it to 1"
         )
     if section.pipeline > 1:
         check_pipeline(model, section.pipeline)

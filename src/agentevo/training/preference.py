@@ -260,7 +260,7 @@ class PreferenceTrainer:
             section.micro_batch_tokens,
             device_of(self.model),
             compute,
-            merge=shares_prefixes(model, section.prefix_merging),
+            merge=shares_prefixes(self.model, section.prefix_merging),
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -67,6 +67,7 @@ def test_a_sound_recipe():
         "attempts",
         "token ids",
         "drift",
+        "computation",
         "log-probs",
         "rewards",
         "completions",

@@ -180,9 +180,9 @@ def test_a_failing_pass_leaves_no_hook(random_model, batch):
 
 def test_hidden_states_and_who_listens_to_them(random_model, batch):
     one = copy.deepcopy(random_model("gemma2"))
-    with OutputListener(one.model) as heard:
+    with OutputListener(one.model, batch) as heard:
         token_logprobs(one.model, batch)
-    with OutputListener(one.model) as through:
+    with OutputListener(one.model, batch) as through:
         all_logits(one.model, batch)
     assert heard.hidden.shape == (len(batch.logit_nodes), 32)
     torch.testing.assert_close(heard.hidden, through.hidden)

@@ -18,7 +18,7 @@ from agentevo.types import Trajectory, Turn
 
 WHOLE_GRADIENT = TrainerSection(max_grad_norm=1e9, warmup_steps=0)
 PPO = AlgorithmSection(name="ppo")
-ARCHITECTURES = ["llama", "qwen2", "gemma2"]
+ARCHITECTURES = ["llama", "qwen2", "gemma2", "lfm2"]
 
 
 def with_random_head(critic: Critic) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""One engine step of a model that computes rows: the passes over the new tokens of its sequences."""
+"""One engine step of a model that computes rows: passes over the new tokens of its sequences."""
 
 from __future__ import annotations
 
@@ -58,8 +58,10 @@ class StateBatch:
         if together:
             outputs |= _run_stack(model, stack)
         for works in [*fresh.values(), *alone]:
-            run = _run_equal if self.support.continues else _run_again
-            outputs |= run(model, works)
+            if self.support.continues:
+                outputs |= _run_equal(model, works, self.support.positions)
+            else:
+                outputs |= _run_again(model, works)
 
         sequences = [*self.sampled, *(sequence for sequence, _ in self.scored)]
         if not sequences:
@@ -105,15 +107,19 @@ def _run_stack(model: PreTrainedModel, stack: StateStack) -> dict[int, torch.Ten
     return {id(members[row]): logits[n : n + 1] for n, (row, _) in enumerate(places)}
 
 
-def _run_equal(model: PreTrainedModel, works: Sequence[Work]) -> dict[int, torch.Tensor]:
+def _run_equal(
+    model: PreTrainedModel, works: Sequence[Work], with_positions: bool
+) -> dict[int, torch.Tensor]:
     """The same number of tokens of sequences without a state, or of one with a state."""
     count = works[0][1]
     first = works[0][0].cached
     texts = [s.ids[first : first + count] for s, _ in works]
     places = [(row, column) for row, (s, _) in enumerate(works) for column in _columns(s, count)]
     group = padded_group(texts, places, model)
-    positions = torch.arange(first, first + count, device=group.input_ids.device)
-    positions = positions.expand(len(works), -1)
+    positions = None
+    if with_positions:
+        positions = torch.arange(first, first + count, device=group.input_ids.device)
+        positions = positions.expand(len(works), -1)
     logits, state = run_states(model, group, works[0][0].state, positions)
     for row, (sequence, _) in enumerate(works):
         alone = len(works) == 1

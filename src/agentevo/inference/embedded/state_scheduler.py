@@ -1,11 +1,12 @@
 """Chooses the sequences that compute next for models that compute rows, and stores their states
 (states.py).
 
-A sequence owns a state, or has a row in the stack of the sequences that are sampled from. The queue,
-shared prefixes, sessions and the order in which memory is freed are those of `Scheduler`. A shared
-prefix is copied into each sequence that begins with it. A session keeps its state until its next
-turn; if that turn does not extend the session's tokens, it begins from a shared prefix or from the
-first token, because a recurrent state can't go back.
+A sequence owns a state, or has a row in the stack of the sequences that are sampled from. The
+queue, shared prefixes, sessions and the order in which memory is freed are those of `Scheduler`.
+
+A shared prefix is copied into each sequence that begins with it. A session keeps its state until its
+next turn. If that turn does not extend the session's tokens, it begins from a shared prefix or from
+the first token, because a recurrent state can't go back.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class StateScheduler(Scheduler):
             self.retire(sequence)
             return
 
-        stack = self._stack_of(sequence)
+        stack = next((s for s in self.stacks.values() if sequence in s.members), None)
         if stack is not None:
             sequence.state = stack.take(sequence)
 
@@ -98,6 +99,13 @@ class StateScheduler(Scheduler):
         segment.last_used = self._tick()
         self.segments.setdefault(len(sequence.ids), {})[key] = segment
 
+    def retire(self, sequence: Sequence) -> None:
+        """See Scheduler.retire. A stack frees the row in the next step."""
+        super().retire(sequence)
+        for version, stack in list(self.stacks.items()):
+            if not any(member in self.running for member in stack.members):
+                del self.stacks[version]
+
     def forget_cache(self) -> None:
         """See Scheduler.forget_cache."""
         super().forget_cache()
@@ -106,9 +114,6 @@ class StateScheduler(Scheduler):
     def memory_tokens(self) -> int:
         """The memory of all states, counted in tokens."""
         return sum(self._size(s.need) for s in self.running) + self._tokens_outside()
-
-    def _stack_of(self, sequence: StateSequence) -> StateStack | None:
-        return next((s for s in self.stacks.values() if sequence in s.members), None)
 
     def _size(self, tokens: int) -> int:
         return self.support.size(tokens)

@@ -16,6 +16,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -55,6 +56,9 @@ class StateSupport:
     """Whether a pass continues from a state by several tokens."""
     stacks: bool
     """Whether states of different length can be computed in one pass."""
+    positions: bool
+    """Whether passes over a single state get the positions of their tokens. If not, the model
+    counts them."""
     fixed_bytes: int
     """The size of a state without its tokens."""
     bytes_per_token: int
@@ -111,17 +115,18 @@ def run_states(
     model: PreTrainedModel,
     group: RowGroup,
     state: Any,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Any]:
-    """One pass that continues from `state`, which may be changed. `positions` [B, L]. Returns the
-    logits [n, V] at the group's places, and the new state."""
+    """One pass that continues from `state`, which may be changed. `positions` [B, L]: None lets the
+    model count them. `mask`: of stacked states. Returns the logits [n, V] at the group's places,
+    and the new state."""
     accepted = inspect.signature(causal_model(model).forward).parameters
     inputs: dict[str, Any] = {"use_cache": True}
     name = next((name for name in CACHE_NAMES if name in accepted), None)
     if name is not None and state is not None:
         inputs[name] = state
-    if "position_ids" in accepted:
+    if positions is not None and "position_ids" in accepted:
         inputs["position_ids"] = positions
     if mask is not None and "attention_mask" in accepted:
         inputs["attention_mask"] = mask
@@ -156,54 +161,56 @@ def _measure(model: PreTrainedModel) -> StateSupport:
     text, other, another = trial_texts(model)
     longer = [*other, *another]
     tolerance = trial_tolerance(model)
-
-    def agrees(logits: torch.Tensor, expected: torch.Tensor) -> bool:
-        return logprob_difference(logits.float(), expected.float()) <= tolerance
-
-    def begin(ids: list[int]) -> Any:
-        return _pass(model, ids, None, 0)[1]
-
     expected, expected_longer = (
         run_rows(model, padded_group([ids], [(0, n) for n in range(len(ids))], model)).logits[0]
         for ids in (text, longer)
     )
-    try:
-        state = begin(text[:-1])
-        interleaved = begin(longer[:-1])  # a model may keep a state of its own
-        fixed_bytes, token_bytes = _sizes(state, len(text) - 1)
-        continues = agrees(_pass(model, text[-1:], state, len(text) - 1)[0], expected[-1:])
-        del interleaved
-    except Exception:  # noqa: BLE001 (whatever the model's own code raises: it can't continue)
-        continues = False
-        fixed_bytes = token_bytes = 0
 
-    if not continues:
-        return StateSupport(False, False, False, 0, 0)
+    def agrees(make_logits: Callable[[], torch.Tensor], expected: torch.Tensor) -> bool:
+        try:
+            logits = make_logits()
+        except Exception:  # noqa: BLE001 (whatever the model's own code raises: it can't do this)
+            return False
+        return logprob_difference(logits.float(), expected.float()) <= tolerance
 
-    try:
-        appended = _pass(model, text[-6:], begin(text[:-6]), len(text) - 6)[0]
-        appends = agrees(appended, expected[-6:])
-    except Exception:  # noqa: BLE001
-        appends = False
+    def append(count: int, with_positions: bool) -> torch.Tensor:
+        state = _pass(model, text[:-count], None, with_positions)[1]
+        # A model that keeps its state in its modules mixes it up with that of another sequence.
+        _pass(model, longer, None, with_positions)
+        return _pass(model, text[-count:], state, with_positions, len(text) - count)[0]
 
-    try:
+    def stack(with_positions: bool) -> torch.Tensor:
+        states = [_pass(model, ids[:-1], None, with_positions)[1] for ids in (text, longer)]
         lengths = [len(text) - 1, len(longer) - 1]
-        states = [begin(text[:-1]), begin(longer[:-1])]
-        logits = _pass_stacked(model, [text[-1], longer[-1]], states, lengths)
-        stacks = agrees(logits[:1], expected[-1:]) and agrees(logits[1:], expected_longer[-1:])
-    except Exception:  # noqa: BLE001
-        stacks = False
+        return _pass_stacked(model, [text[-1], longer[-1]], states, lengths)
 
-    return StateSupport(continues, appends, stacks, fixed_bytes, token_bytes)
+    for with_positions in (True, False):
+        if agrees(partial(append, 1, with_positions), expected[-1:]):
+            fixed_bytes, token_bytes = _sizes(_pass(model, text, None, with_positions)[1])
+            return StateSupport(
+                continues=True,
+                appends=agrees(partial(append, 6, with_positions), expected[-6:]),
+                stacks=agrees(
+                    partial(stack, with_positions), torch.stack([expected[-1], expected_longer[-1]])
+                ),
+                positions=with_positions,
+                fixed_bytes=fixed_bytes,
+                bytes_per_token=token_bytes,
+            )
+
+    return StateSupport(False, False, False, False, 0, 0)
 
 
 def _pass(
-    model: PreTrainedModel, ids: list[int], state: Any, first: int
+    model: PreTrainedModel, ids: list[int], state: Any, with_positions: bool, first: int = 0
 ) -> tuple[torch.Tensor, Any]:
     """The logits [T, V] of the tokens, which continue from a state of `first` tokens, and the new
     state."""
     group = padded_group([ids], [(0, column) for column in range(len(ids))], model)
-    positions = torch.arange(first, first + len(ids), device=group.input_ids.device).unsqueeze(0)
+    positions = None
+    if with_positions:
+        device = group.input_ids.device
+        positions = torch.arange(first, first + len(ids), device=device).unsqueeze(0)
     return run_states(model, group, state, positions)
 
 
@@ -221,8 +228,8 @@ def _pass_stacked(
     return run_states(model, group, stacked, positions, mask if has_tokens(stacked) else None)[0]
 
 
-def _sizes(state: Any, tokens: int) -> tuple[int, int]:
-    """The bytes of a state of so many tokens: the fixed part, and those of each token."""
+def _sizes(state: Any) -> tuple[int, int]:
+    """The bytes of a state: the fixed part, and those of each token."""
     fixed = token = 0
     for place in _places(state):
         tensor = place.tensor

@@ -1,5 +1,5 @@
-"""Computes a model by its own forward pass: each sequence is a row, and transformers makes the masks
-and positions.
+"""Computes a model by its own forward pass: each sequence is a row, and transformers makes the
+masks and positions.
 
 `use_rows` chooses this way for models that AgentEvo's attention would compute differently from
 transformers (models/compute/trial.py): recurrent layers, convolutions, sparse or chunked attention,
@@ -100,7 +100,8 @@ def use_rows(model: PreTrainedModel, reason: str) -> None:
             cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise ModelError(f"{name}: transformers' own pass fails ({cause})") from error
 
-    if not logprob_difference(changed[:-1], alone[:-1]) <= trial_tolerance(model):
+    # Both passes have the same shape, so a causal model rounds alike.
+    if not logprob_difference(changed[:-1], alone[:-1]) <= trial_tolerance(model) / 10:
         raise ModelError(
             f"{name}: a token sees those after it (is_decoder in its config.json is false, or it "
             "is no causal language model): choose a decoder"

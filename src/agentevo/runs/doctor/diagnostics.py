@@ -21,6 +21,7 @@ from agentevo.inference.conversations.conversation import Conversation
 from agentevo.inference.embedded.kv_cache import kv_bytes_per_token
 from agentevo.inference.engine import Engine
 from agentevo.models.compute.positions import context_length
+from agentevo.models.compute.rows import row_settings
 from agentevo.observability.remedies import remedies_of
 from agentevo.rollout.group import RolloutGroup
 from agentevo.rollout.sampler import Player, Sampler
@@ -86,6 +87,7 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
             if not attempts_with_turns:
                 return [*results, checks.judge_logprobs(0, 0.0, config.model.dtype)]
 
+            rows = row_settings(parts.model)
             num_turns = sum(len(attempt.turns) for attempt in attempts_with_turns)
             results += [
                 checks.judge_token_ids(
@@ -95,6 +97,7 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
                     measure.count_reencoded_differently(attempts_with_turns, parts.tokenizer),
                 ),
                 *_judge_drift(list(sampler.conversations.values())),
+                checks.describe_computation(None if rows is None else rows.reason),
                 checks.judge_logprobs(
                     *measure.max_logprob_difference(parts.model, attempts_with_turns, sampling),
                     config.model.dtype,

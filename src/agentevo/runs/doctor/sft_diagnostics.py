@@ -68,7 +68,9 @@ def _judge_memory(config: RunConfig, loaded: LoadedModel, data: SFTData) -> Chec
     device = loaded.model.device
 
     def needs(turned: RunConfig, model: PreTrainedModel) -> dict[str, float]:
-        loads = [_load(batch, turned.sft, on_cpu=device.type == "cpu") for batch in samples]
+        merge = shares_prefixes(loaded.model, turned.sft.prefix_merging)
+        on_cpu = device.type == "cpu"
+        loads = [_load(batch, turned.sft, merge=merge, on_cpu=on_cpu) for batch in samples]
         return max((training_bytes(model, load, turned.memory) for load in loads), key=total)
 
     needs_in_all = variant_needs(config, loaded.model, needs)
@@ -79,9 +81,8 @@ def _judge_memory(config: RunConfig, loaded: LoadedModel, data: SFTData) -> Chec
     return checks.judge_memory(needed, free, turned, together)
 
 
-def _load(batch: list[Sample], section: SFTSection, *, on_cpu: bool) -> Load:
-    """The load of the largest micro-batch."""
-    merge = shares_prefixes(model, section.prefix_merging)
+def _load(batch: list[Sample], section: SFTSection, *, merge: bool, on_cpu: bool) -> Load:
+    """The load of the largest micro-batch. `merge`: see `pack`."""
     split = split_by_tokens([s.ids for s in batch], section.micro_batch_tokens, merge=merge)
     loads = []
     for part in split:

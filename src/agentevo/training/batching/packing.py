@@ -13,8 +13,8 @@ import torch
 
 from agentevo.models.compute.routers import Routing
 from agentevo.models.compute.sharded import any_sharded
-from agentevo.training.batching.row_groups import RowPasses, row_passes
 from agentevo.training.batching.routing import merge_keys, node_rows
+from agentevo.training.batching.row_groups import RowPasses, row_passes
 from agentevo.training.kernels.token_penalties import PenaltyTable
 from agentevo.training.kernels.tree_attention import TreeAttention
 from agentevo.training.tree import build_tree

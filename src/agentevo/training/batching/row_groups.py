@@ -77,7 +77,9 @@ def _alike(rows: list[int], lengths: list[int], pads: bool) -> list[list[int]]:
     for row in rows:
         length = lengths[row]
         padded = (len(groups[-1]) + 1) * length if groups else 0
-        fits = padded == total + length if not pads else total + length >= (1 - MAX_PADDING) * padded
+        fits = (
+            padded == total + length if not pads else total + length >= (1 - MAX_PADDING) * padded
+        )
         if groups and fits:
             groups[-1].append(row)
             total += length
