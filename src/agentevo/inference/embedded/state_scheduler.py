@@ -4,9 +4,9 @@
 A sequence owns a state, or has a row in the stack of the sequences that are sampled from. The
 queue, shared prefixes, sessions and the order in which memory is freed are those of `Scheduler`.
 
-A shared prefix is copied into each sequence that begins with it. A session keeps its state until its
-next turn. If that turn does not extend the session's tokens, it begins from a shared prefix or from
-the first token, because a recurrent state can't go back.
+A shared prefix is copied into each sequence that begins with it. A session keeps its state until
+its next turn. If that turn does not extend the session's tokens, it begins from a shared prefix or
+from the first token, because a recurrent state can't go back.
 """
 
 from __future__ import annotations
