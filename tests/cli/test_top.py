@@ -1,18 +1,9 @@
-"""`agentevo top`: on folders of runs, on a terminal with keys, and without one."""
+"""`agentevo top`: on folders of runs."""
 
 from __future__ import annotations
 
 import json
-import os
-import pty
-import subprocess
-import sys
-import time
 from pathlib import Path
-
-import pytest
-
-from agentevo.observability.top_view import RunLine, draw, plain_lines
 
 
 def make_run(folder: Path, name: str, steps: int, planned: int = 4) -> Path:
@@ -70,58 +61,3 @@ def test_a_url_is_refused_with_what_shows_it(agentevo) -> None:
     assert code == 2
     assert "error: http://[: runs are followed in their folders" in err
     assert "`agentevo ui` shows stores" in err
-
-
-def test_the_choice_stays_on_the_screen_and_shows_its_calls() -> None:
-    from rich.console import Console
-
-    runs = [RunLine(f"run-{number}", "running", calls=(f"call {number}",)) for number in range(60)]
-    console = Console(width=120, height=24, file=open(os.devnull, "w"), record=True)  # noqa: SIM115
-    console.print(draw(runs, 59, calls=True, height=24))
-    shown = console.export_text()
-    assert "run-59" in shown
-    assert "call 59" in shown
-    assert len(shown.splitlines()) <= 24
-    assert plain_lines([]) == [plain_lines([])[0]]
-
-
-@pytest.mark.slow
-def test_keys_on_a_terminal(tmp_path: Path) -> None:
-    make_run(tmp_path / "runs", "one", 2)
-    make_run(tmp_path / "runs", "two", 3)
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "agentevo", "top", str(tmp_path / "runs"), "--every", "0.2"],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"TERM": "xterm", "PYTHONIOENCODING": "utf-8"},
-    )
-    os.close(theirs)
-    seen = b""
-
-    def wait_for(words: bytes) -> None:
-        nonlocal seen
-        until = time.monotonic() + 300
-        while words not in seen:
-            assert time.monotonic() < until, seen
-            seen += os.read(ours, 65536)
-
-    try:
-        wait_for(b"two")
-        os.write(ours, b"j\x1b[A\n")
-        wait_for(b"nothing is running")
-
-        os.write(ours, b"q")
-        until = time.monotonic() + 300
-        while process.poll() is None:
-            assert time.monotonic() < until
-            try:
-                os.read(ours, 65536)
-            except OSError:  # the other side is closed
-                break
-
-        assert process.wait(300) == 0, process.stderr.read()
-    finally:
-        process.kill()
-        os.close(ours)

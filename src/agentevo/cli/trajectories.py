@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentevo.cli.arguments import Overwrite, RunDir, Wait, path_word, refuse_options
-from agentevo.cli.attempt_ids import only_match
 from agentevo.cli.trajectory_export import export
-from agentevo.errors import ConfigError
+from agentevo.errors import ConfigError, UnknownNameError
 from agentevo.runtime.progress import bar
 
 if TYPE_CHECKING:
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 PAGE_OPTIONS = ("step", "every", "per_step", "out", "overwrite")
 MOST = 1_000_000_000
 """A number that every store can hold."""
+MAX_LISTED = 40
+"""The most ids with the same beginning that an error names."""
 
 trajectories = typer.Typer(no_args_is_help=True, help="Show and export the attempts of a run.")
 
@@ -188,7 +189,17 @@ def _choose(
     summaries: Sequence[TrajectorySummary], trajectory_id: str, which: str, run_dir: Path
 ) -> str:
     if trajectory_id:
-        return only_match([summary.id for summary in summaries], trajectory_id, run_dir)
+        names = [summary.id for summary in summaries]
+        matches = [name for name in names if name.startswith(trajectory_id)]
+        if trajectory_id in names or len(matches) == 1:
+            return trajectory_id if trajectory_id in names else matches[0]
+        raise UnknownNameError(
+            f"{run_dir}: {len(matches)} ids begin with {trajectory_id!r}: give more of one:\n"
+            + "\n".join(matches[:MAX_LISTED])
+            if matches
+            else f"{run_dir}: no trajectory is called {trajectory_id!r}: `agentevo trajectories "
+            f"show {run_dir}` shows the newest"
+        )
 
     finished = [summary for summary in summaries if summary.status == "completed"] or list(
         summaries
