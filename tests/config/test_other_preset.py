@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from agentevo.algorithms.presets import PRESETS
-from agentevo.config import AlgorithmSection, build_config, sources
-from agentevo.config.other_preset import kept_keys, own_values
+from agentevo.config import AlgorithmSection, build_config, config_keys, sources
+from agentevo.config.preset_keys import kept_keys, own_values
 
 TREE = {
     "environment": {"type": "test_doors"},
@@ -16,7 +16,7 @@ TREE = {
 
 
 def told(*overrides: str, tree: dict = TREE) -> list[str]:
-    return kept_keys(tree, overrides, where="r.yaml")
+    return kept_keys(tree, overrides, where="r.yaml", is_text=config_keys().is_text)
 
 
 def test_what_stays_is_told_with_the_presets_own_and_the_remedy():
@@ -95,7 +95,9 @@ def test_the_packaged_recipe_that_is_wrong_by_orders_of_magnitude():
 
 def test_options_of_python_tell_the_same():
     def told_by(**algorithm: object) -> list[str]:
-        return kept_keys(TREE, (), where="r.yaml", options={"algorithm": algorithm})
+        is_text = config_keys().is_text
+        options = {"algorithm": algorithm}
+        return kept_keys(TREE, (), where="r.yaml", is_text=is_text, options=options)
 
     assert told_by(name="gspo")[:-1] == told("algorithm.name=gspo")[:-1]
     assert told_by(name="gspo", clip_high=0.1, entropy_coef=0.3) == []

@@ -7,9 +7,8 @@ from slow import soak
 
 from agentevo.algorithms.presets import PRESETS
 from agentevo.cli.main import main
-from agentevo.config import build_config, load_config
-from agentevo.config.other_preset import kept_keys
-from agentevo.config.preset_keys import drop_idle_keys
+from agentevo.config import build_config, config_keys, load_config
+from agentevo.config.preset_keys import drop_idle_keys, kept_keys
 from agentevo.config.sweep import load_sweep
 from agentevo.errors import ConfigError
 
@@ -63,7 +62,8 @@ def test_the_keys_of_a_credit_function_stay_with_it():
 
 
 def test_what_is_left_out_is_told():
-    lines = kept_keys(RL, ["algorithm.name=dpo"], where="r.yaml")
+    is_text = config_keys().is_text
+    lines = kept_keys(RL, ["algorithm.name=dpo"], where="r.yaml", is_text=is_text)
     assert lines == [
         "r.yaml sets keys for algorithm.name=grpo that dpo does not use; they are left out: "
         "algorithm.entropy_coef=0.2, algorithm.kl_coef=0.1, algorithm.clip_high=0.3"

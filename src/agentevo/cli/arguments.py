@@ -110,11 +110,12 @@ DryRun = Annotated[
 def warn_of_kept_keys(recipe: str, overrides: list[str]) -> None:
     """Warns of values that the recipe sets and that therefore override those of a preset that the
     command line chooses."""
-    from agentevo.config import sources
-    from agentevo.config.other_preset import kept_keys
+    from agentevo.config import config_keys, sources
+    from agentevo.config.preset_keys import kept_keys
 
     path = sources.find_recipe(recipe)
-    for line in kept_keys(sources.read_yaml(path), overrides, where=str(path)):
+    tree = sources.read_yaml(path)
+    for line in kept_keys(tree, overrides, where=str(path), is_text=config_keys().is_text):
         print(f"warning: {line}", file=sys.stderr)
 
 

@@ -198,7 +198,6 @@ def _explain(key: str, recipe: str) -> None:
     from agentevo.algorithms.describe import describe
     from agentevo.config.imports import import_for
     from agentevo.config.sweep import recipe_keys
-    from agentevo.config.tool_list import PLACE, explain_tools
 
     if recipe:
         import_for(recipe)
@@ -216,12 +215,7 @@ def _explain(key: str, recipe: str) -> None:
         print("\n\n".join(texts))
         return
 
-    if f"{key}.".startswith(f"{PLACE}.") and (key == PLACE or key not in keys.names()):
-        explained = explain_tools(key)
-    else:
-        explained = keys.explain(key)
-
-    print("\n\n".join(_explanation_text(explanation) for explanation in explained))
+    print("\n\n".join(_explanation_text(explanation) for explanation in keys.explain(key)))
 
 
 def _print_overview(keys: ConfigKeys) -> None:
@@ -244,17 +238,13 @@ def _print_overview(keys: ConfigKeys) -> None:
 
 def _explanation_text(explanation: Explanation) -> str:
     from agentevo.config.keys import LISTS
-    from agentevo.config.tool_list import PLACE
 
     heading = explanation.key
-    section = explanation.key.split(".")[0]
-    if explanation.option_of and heading.startswith(f"{PLACE}."):
-        heading += f" (with type: {', '.join(explanation.option_of)})"
-    elif explanation.option_of:
-        listed = next(
-            (list_name for list_name in LISTS if heading.startswith(f"{list_name}.")), None
-        )
-        chooser = f"{listed}.name" if listed else f"{section}.type"
+    if explanation.option_of:
+        choosers = [
+            f"{name}.{key}" for name, key in LISTS.items() if heading.startswith(f"{name}.")
+        ]
+        chooser = choosers[0] if choosers else f"{heading.split('.')[0]}.type"
         heading += f" (with {chooser}={', '.join(explanation.option_of)})"
 
     lines = [heading, f"  {explanation.meaning}"]

@@ -69,6 +69,7 @@ from agentevo.config.self_play import with_roles
 from agentevo.config.sft import SFTSection
 from agentevo.config.tasks import TasksSection, names_tasks, play_problems, with_absolute_paths
 from agentevo.config.texts import with_texts_of_file
+from agentevo.config.tool_entries import KINDS
 from agentevo.config.tool_list import read_tools
 from agentevo.config.tracking import TrackingSection, tracker_models
 from agentevo.config.values import refused_values
@@ -321,14 +322,14 @@ def section_variants() -> Variants:
 
 
 def key_variants() -> Variants:
-    """`section_variants`, and the models of the rewards that `rewards` may list. An object that
-    another package registered and that is not a reward is left out here, and refused when a recipe
-    names it."""
+    """`section_variants`, and the models of the entries that the polymorphic lists may have. An
+    object that another package registered and that is not a reward is left out here, and refused
+    when a recipe names it."""
     models = {}
     for name in rewards.names():
         with suppress(AgentEvoError):
             models[name] = reward_config(name)
-    return {**section_variants(), "rewards": models, **tracker_models()}
+    return {**section_variants(), "rewards": models, "agent.tools": KINDS, **tracker_models()}
 
 
 def _read_variant(

@@ -1,6 +1,4 @@
-"""Reads `agent.tools`: resolves the paths of each entry, or reports its problems. Explains its
-keys: `agent.tools.mcp.command` belongs to one kind, `agent.tools.timeout_s` to all kinds that have
-it."""
+"""Reads `agent.tools`: resolves the paths of each entry, or reports its problems."""
 
 from __future__ import annotations
 
@@ -12,14 +10,10 @@ from typing import Any
 import pydantic
 
 from agentevo.config.agents import SECTIONS
-from agentevo.config.field_words import describe_wrong_choice, entry_problem, on_one_line
-from agentevo.config.keys import ConfigKeys, Explanation
+from agentevo.config.field_words import describe_wrong_choice, entry_problem
 from agentevo.config.mcp import MCPServerSection
 from agentevo.config.tasks import with_absolute_paths
 from agentevo.config.tool_entries import KINDS, meant_type, with_type
-from agentevo.config.tools import ToolSection
-from agentevo.errors import UnknownNameError
-from agentevo.runtime.registry import nearest
 from agentevo.runtime.section import Section
 
 PLACE = "agent.tools"
@@ -91,63 +85,3 @@ def _with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     if isinstance(command, str) and os.path.dirname(command):
         changed["command"] = str(folder / os.path.expanduser(command))
     return changed
-
-
-def explain_tools(key: str) -> list[Explanation]:
-    """`agent.tools` itself, with its kinds and the keys that all of them have; a kind, with its
-    keys; or a key of one or of several. Raises UnknownNameError."""
-    path = key.removeprefix(PLACE).strip(".")
-    if not path:
-        return [_explain_kinds()]
-
-    if path.rpartition(".")[2] == "type":
-        words = f"one of {', '.join(KINDS)}"
-        meaning = "The kind of the entry, which decides its other keys."
-        return [Explanation(key, meaning, words, "'function'", "", tuple(KINDS))]
-
-    kind, _, inner = path.partition(".")
-    if kind in KINDS:
-        keys = ConfigKeys(KINDS[kind], {}, f"{PLACE}.{kind}.")
-        return keys.explain(key) if inner else [_explain_kind(kind, keys)]
-
-    keys = ConfigKeys(KINDS, {}, f"{PLACE}.")
-    if key in keys.names():
-        return keys.explain(key)
-
-    key_names = [name.removeprefix(f"{PLACE}.") for name in keys.names()]
-    guess = nearest(path, [*KINDS, *key_names])
-    hint = f"did you mean {PLACE}.{guess}?" if guess else f"`agentevo config {PLACE}` lists them"
-    raise UnknownNameError(f"{key}: unknown key; {hint}")
-
-
-def _explain_kinds() -> Explanation:
-    meaning = (
-        "The tools that the agent may call, as a list. A name is a registered tool (`agentevo "
-        "list tools`). A mapping has a `type`, the keys of that kind, and the common keys at the "
-        "end."
-    )
-    keys = [
-        Explanation(
-            f"{PLACE}.{kind}",
-            f"type: {kind}. {on_one_line(model.__doc__ or '')} "
-            f"Keys: {', '.join(_specific_names(model))}.",
-            "section",
-            "",
-            "",
-        )
-        for kind, model in KINDS.items()
-    ]
-    shared = ConfigKeys(ToolSection, {}, f"{PLACE}.")
-    keys += [explanation for name in shared.names() for explanation in shared.explain(name)]
-    return Explanation(PLACE, meaning, "section", "", "", keys=tuple(keys))
-
-
-def _specific_names(model: type[ToolSection]) -> list[str]:
-    return [name for name in model.model_fields if name not in {"type", *ToolSection.model_fields}]
-
-
-def _explain_kind(kind: str, keys: ConfigKeys) -> Explanation:
-    names = [name for name in keys.names() if name.count(".") == 3 and not name.endswith(".type")]
-    explanations = tuple(explanation for name in names for explanation in keys.explain(name))
-    meaning = f"type: {kind}. {on_one_line(KINDS[kind].__doc__ or '')}"
-    return Explanation(f"{PLACE}.{kind}", meaning, "section", "", "", keys=explanations)
