@@ -13,10 +13,11 @@ is walked once per distinct definition, and `option_of` has the types with that 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
 import pydantic
 from pydantic.fields import FieldInfo
@@ -25,6 +26,7 @@ from pydantic_core import ErrorDetails
 from agentevo.config import sources
 from agentevo.config.field_words import (
     alternative_types,
+    as_number,
     as_yaml,
     choices_of,
     describe_wrong_value,
@@ -36,8 +38,15 @@ from agentevo.config.field_words import (
     unit_of,
     with_article,
 )
-from agentevo.config.peer_keys import in_our_words, is_whole_key, normal_key, translations
+from agentevo.config.peer_keys import (
+    in_our_words,
+    is_whole_key,
+    normal_key,
+    translations,
+    value_in_our_words,
+)
 from agentevo.errors import UnknownNameError
+from agentevo.runtime.paths import name_problem
 
 Variants = Mapping[str, Mapping[str, type[pydantic.BaseModel]]]
 """Polymorphic section -> its `type` -> the model with that type's keys; likewise for the entries of
@@ -274,6 +283,86 @@ class ConfigKeys:
             return f"{key}: unknown key; {'; '.join(translations[:SHOWN_TRANSLATIONS])}"
 
         return f"{key}: unknown key{self.suggestion(key, chosen=chosen)}"
+
+
+NUMBERS = 1e9
+"""Bound on the absolute value of every count, time in seconds and size."""
+
+
+def refused_values(
+    tree: Mapping[str, Any], keys: ConfigKeys, *, chosen: Mapping[str, str], prefix: str = ""
+) -> list[str]:
+    """A line for each such value in `tree`. `chosen`: as in `ConfigKeys.problem`."""
+    lines: list[str] = []
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            lines += refused_values(value, keys, chosen=chosen, prefix=f"{key}.")
+            continue
+
+        for place, item in _items(key, value):
+            problem = _problem(key, item, keys)
+            remark = value_in_our_words(key, item)
+            if remark is not None:
+                lines.append(f"{place}: got {as_yaml(item)}; {remark}")
+            elif problem is _NOT_OF_THE_KIND:
+                lines.append(keys.wrong_value(key, item, chosen=chosen, place=place))
+            elif problem:
+                lines.append(f"{place}: {problem}")
+
+    return lines
+
+
+_NOT_OF_THE_KIND = "not of the kind"
+
+
+def _items(key: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _items(f"{key}[{index}]", item)
+    else:
+        yield key, value
+
+
+def _problem(key: str, value: object, keys: ConfigKeys) -> str:
+    kinds = keys.kinds(key)
+    if isinstance(value, bool):
+        fits = not kinds or any(
+            kind in (bool, Any) or get_origin(kind) is Literal for kind in kinds
+        )
+        return "" if fits else _NOT_OF_THE_KIND
+
+    if isinstance(value, (str, Path)):
+        return _text_problem(str(value), kinds) or _number_problem(as_number(value), key, keys)
+
+    return _number_problem(value, key, keys)
+
+
+def _text_problem(text: str, kinds: list[Any]) -> str:
+    if Path in kinds:
+        problem = name_problem(text)
+        return f"this path {problem}" if problem else ""
+
+    if "\0" in text:
+        return "a text with a NUL character: remove it"
+
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"character {error.start} is half of a surrogate pair: remove it"
+
+    return ""
+
+
+def _number_problem(value: object, key: str, keys: ConfigKeys) -> str:
+    kinds = keys.kinds(key)
+    if not isinstance(value, (int, float)) or not any(kind in (int, float) for kind in kinds):
+        return ""
+    if isinstance(value, float) and not math.isfinite(value):
+        return _NOT_OF_THE_KIND
+    if abs(value) <= NUMBERS or keys.has_bound(key):
+        return ""
+    return f"got {value}; a number here is between -{NUMBERS:,.0f} and {NUMBERS:,.0f}"
 
 
 def _walk(

@@ -39,12 +39,11 @@ from agentevo.config.gateway import GatewaySection
 from agentevo.config.importance_defaults import with_importance
 from agentevo.config.imports import OF_YOUR_OWN, check_recipe_of_run, import_all
 from agentevo.config.interpolation import escape_tree
-from agentevo.config.keys import ConfigKeys, Variants
+from agentevo.config.keys import ConfigKeys, Variants, refused_values
 from agentevo.config.memory import MemorySection
 from agentevo.config.named_agents import NamedAgentSection
 from agentevo.config.optimize import OptimizeSection
 from agentevo.config.preset_keys import changed_keys, drop_idle_keys
-from agentevo.config.profile import ProfileSection
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.config.rewards import read_rewards
 from agentevo.config.rm import RMSection
@@ -59,6 +58,7 @@ from agentevo.config.sections import (
     EvaluationSection,
     ModelSection,
     ProcessRewardSection,
+    ProfileSection,
     RewardModelSection,
     RunSection,
     SamplingSection,
@@ -67,12 +67,10 @@ from agentevo.config.sections import (
 )
 from agentevo.config.self_play import with_roles
 from agentevo.config.sft import SFTSection
-from agentevo.config.tasks import TasksSection, names_tasks, play_problems, with_absolute_paths
+from agentevo.config.tasks import TasksSection, names_tasks, play_problems
 from agentevo.config.texts import with_texts_of_file
-from agentevo.config.tool_entries import KINDS
-from agentevo.config.tool_list import read_tools
+from agentevo.config.tool_entries import KINDS, read_tools
 from agentevo.config.tracking import TrackingSection, tracker_models
-from agentevo.config.values import refused_values
 from agentevo.environments import EnvironmentConfig, environments
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.observability.tracing.section import TracingSection
@@ -276,9 +274,11 @@ def _fill_in(plain: dict[str, Any], name: str, folder: Path) -> list[str]:
         run.setdefault("name", name)
 
     plain["rewards"], lines = read_rewards(plain.get("rewards") or [])
-    plain["tasks"] = with_absolute_paths(plain.get("tasks", {}), ("train", "eval"), folder)
+    plain["tasks"] = sources.with_absolute_paths(plain.get("tasks", {}), ("train", "eval"), folder)
     for key in ("data", "rm"):
-        plain[key] = with_absolute_paths(plain.get(key, {}), ("train", "eval", "pairs"), folder)
+        plain[key] = sources.with_absolute_paths(
+            plain.get(key, {}), ("train", "eval", "pairs"), folder
+        )
 
     has_tasks = names_tasks(plain["tasks"]) and plain.get("environment") is None
     agent = plain.setdefault("agent", {})
@@ -291,7 +291,7 @@ def _fill_in(plain: dict[str, Any], name: str, folder: Path) -> list[str]:
         lines += [problem] if problem else []
         if agent["type"] == "command":
             agent["cwd"] = agent.get("cwd") or str(folder.resolve())
-            plain["agent"] = with_absolute_paths(agent, ("cwd",), folder)
+            plain["agent"] = sources.with_absolute_paths(agent, ("cwd",), folder)
         else:
             plain["agent"], wrong = read_tools(agent, folder)
             lines += wrong
