@@ -125,7 +125,8 @@ Host = Annotated[
 Tls = Annotated[
     bool | None,
     typer.Option(
-        help="Encrypt with a self-signed certificate. Default: on, unless --host is this machine."
+        help="Encrypt with a self-signed certificate, a run's own. Default: on, unless --host is "
+        "this machine."
     ),
 ]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="The port. 0 chooses a free one.")]

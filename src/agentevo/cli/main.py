@@ -42,7 +42,6 @@ from agentevo.cli import (
     processes,
     report,
     sandbox,
-    server,
     store,
     tools,
     top,
@@ -50,7 +49,6 @@ from agentevo.cli import (
     trajectories,
 )
 from agentevo.cli.ending import end_soon
-from agentevo.cli.memory_limit import memory_problem
 from agentevo.cli.packages import package_modules
 from agentevo.cli.printing import first_sentence
 from agentevo.cli.topics import Topic
@@ -112,7 +110,7 @@ app.command(rich_help_panel=Topic.RECIPES)(names.config)
 app.add_typer(names.models, name="models", rich_help_panel=Topic.RECIPES)
 
 app.command(rich_help_panel=Topic.TRAINING)(train.sft)
-app.command(rich_help_panel=Topic.TRAINING)(server.server)
+app.command(rich_help_panel=Topic.TRAINING)(processes.server)
 
 app.command(rich_help_panel=Topic.RUNS)(top.top)
 app.command(rich_help_panel=Topic.RUNS)(control.control)
@@ -166,10 +164,10 @@ def _run(words: list[str]) -> int:
         return _fail(str(error), 2)
     except AgentEvoError as error:
         return _fail(str(error), 1)
-    except (MemoryError, OSError, ImportError, RuntimeError) as error:
-        if problem := memory_problem(error):
-            return _fail(problem, 1)
-        if not isinstance(error, OSError) or error.errno not in _DISK_ERRORS:
+    except MemoryError:
+        return _fail("memory has run out: free some, or use a machine with more", 1)
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
             raise
         where = error.filename or "a file"
         return _fail(f"{where} could not be written or read ({error.strerror})", 1)

@@ -1,5 +1,5 @@
-"""The commands that run the parts of a run as processes of their own: `learn`, `sample` and
-`serve`."""
+"""The commands that run the parts of a run as processes of their own: `learn`, `sample`, `serve`
+and `gateway`; and `server`, which trains models for programs on other machines."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentevo.cli.arguments import DryRun, Overrides, Port, Recipe
+from agentevo.cli.arguments import DryRun, Host, Overrides, Port, Recipe, Tls
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentevo.config import RunConfig
 
-Tls = Annotated[
-    bool | None,
-    typer.Option(
-        help="Encrypt with the run's certificate. Default: on, unless --host is this machine."
-    ),
-]
 Engines = Annotated[
     list[str] | None,
     typer.Option(
@@ -99,10 +93,7 @@ def sample(
 def gateway(
     recipe: Recipe,
     overrides: Overrides = None,
-    host: Annotated[
-        str,
-        typer.Option(help="The address to listen on. 0.0.0.0 accepts agents on other machines."),
-    ] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Port = 0,
     tls: Tls = None,
     engine: Engines = None,
@@ -139,10 +130,7 @@ def serve(
             help="With --openai: the checkpoint. Default: the best one, or the .yaml file's model.",
         ),
     ] = "",
-    host: Annotated[
-        str,
-        typer.Option(help="The address to listen on. 0.0.0.0 accepts other machines."),
-    ] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Port = 0,
     tls: Tls = None,
     name: Annotated[
@@ -211,3 +199,21 @@ def _serve_trained(
 
     which = None if path is None else str(path)
     serve_model(trained, checkpoint=which, host=host, port=port, tls=tls, name=name or None)
+
+
+def server(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="The folder of the models, one subfolder each.")
+    ] = Path("runs"),
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    tls: Tls = None,
+    max_models: Annotated[
+        int, typer.Option(min=1, help="The most models that can be open at the same time.")
+    ] = 1,
+) -> None:
+    """Serve training to programs on other machines that run their own loop with agentevo.Client
+    (docs/loop.md)."""
+    from agentevo.api.loop.server import serve_loops
+
+    serve_loops(folder, host=host, port=port, tls=tls, max_models=max_models)

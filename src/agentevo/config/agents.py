@@ -216,21 +216,41 @@ class FunctionAgentSection(AgentSection):
     type: Literal["function"] = "function"
 
 
-class SingleTurnSection(AgentSection):
+class AnsweringSection(AgentSection):
+    """The keys of agents that answer a task's query."""
+
+    system_prompt: str | None = None
+    """System message. None: the chat template's own default; of the code agent, instructions for
+    writing code, which the list of functions follows."""
+    instruction: str | None = None
+    """The text after the query in the user's message, such as `Put the answer in <answer> tags.`"""
+
+
+class ActingSection(AnsweringSection):
+    """The keys of agents that act, by calls of tools or by code, before they answer."""
+
+    final: Literal["reply", "answer_tag"] = "reply"
+    """The final answer: the first `reply` without a call or code, or the first with
+    <answer>...</answer> (`answer_tag`). With answer_tag, the agent sends a message about a reply
+    that has neither, and the attempt continues."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Maximum number of tokens that the policy samples in one attempt. Default: only the context
+    limits them."""
+    context: ContextSection = ContextSection()
+    """What the policy sees of a long history."""
+
+
+class SingleTurnSection(AnsweringSection):
     """Sends a task's query to the policy once; the recipe's `rewards` score the reply."""
 
     text_names = ("system", "instruction", "examples")
 
     type: Literal["single_turn"] = "single_turn"
-    system_prompt: str | None = None
-    """System message. None: the chat template's own default."""
-    instruction: str | None = None
-    """The text after the query in the user's message, such as `Put the answer in <answer> tags.`"""
     max_turns: Literal[1] = 1
     """Calls of the policy per episode: one."""
 
 
-class ToolAgentSection(AgentSection):
+class ToolAgentSection(ActingSection):
     """Sends a task's query to the policy, makes the tool calls of each reply and returns their
     results, until a reply is the final answer. The recipe's `rewards` score the answer, or the
     tools score the state that the attempt leaves."""
@@ -246,24 +266,11 @@ class ToolAgentSection(AgentSection):
     which also writes the tools into the prompt; `react`: the texts Thought, Action and Action
     Input, for models whose template has no tools; `search_tags`: the tags <search> and
     <information> of Search-R1, for one search tool."""
-    system_prompt: str | None = None
-    """System message. None: the chat template's own default."""
-    instruction: str | None = None
-    """The text after the query in the user's message."""
-    final: Literal["reply", "answer_tag"] = "reply"
-    """The final answer: the first `reply` without a call, or the first with <answer>...</answer>
-    (`answer_tag`). With answer_tag, the agent sends a message about a reply that has neither a call
-    nor the tag, and the attempt continues."""
     max_tool_calls: int | None = Field(default=None, ge=1)
     """Maximum number of tool calls per attempt. Default: only the number of turns limits them."""
     max_calls_per_turn: int = Field(default=16, ge=1)
     """Maximum number of tool calls per reply. They run at the same time; further calls are
     refused."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Maximum number of tokens that the policy samples in one attempt. Default: only the context
-    limits them."""
-    context: ContextSection = ContextSection()
-    """What the policy sees of a long history."""
     browse: BrowseSection = BrowseSection()
     """The helper model that summarises long results, such as web pages, before the policy reads
     them."""
@@ -275,7 +282,7 @@ class ToolAgentSection(AgentSection):
     that the tool does not take."""
 
 
-class CodeAgentSection(AgentSection):
+class CodeAgentSection(ActingSection):
     """Writes Python code that runs in a sandbox, reads its output, and continues until a reply
     without code is the final answer. Variables last for the whole attempt. The code calls the tools
     as functions."""
@@ -287,19 +294,6 @@ class CodeAgentSection(AgentSection):
     """Tools that the code calls as functions. Entries are as in agent.tools of the tool agent."""
     sandbox: SandboxSection = SandboxSection()
     """Where the code runs, and what it can use."""
-    system_prompt: str | None = None
-    """System message. The list of functions follows it. Default: instructions for writing code."""
-    instruction: str | None = None
-    """The text after the query in the user's message."""
-    final: Literal["reply", "answer_tag"] = "reply"
-    """The final answer: the first `reply` without code, or the first with <answer>...</answer>
-    (`answer_tag`). With answer_tag, the agent sends a message about a reply that has neither code
-    nor the tag, and the attempt continues."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Maximum number of tokens that the policy samples in one attempt. Default: only the context
-    limits them."""
-    context: ContextSection = ContextSection()
-    """What the policy sees of a long history."""
     max_output_chars: int = Field(default=4000, ge=100)
     """Maximum length of a block's output, in characters. Of a longer output, the policy reads the
     head and the tail."""
