@@ -76,7 +76,7 @@ from agentevo.runs.doctor import diagnostics
             ["list", "environment"],
             "nothing is listed under 'environment': did you mean 'environments'?",
         ),
-        (["models", "get", "smollm2-135m-instrukt"], "did you mean 'smollm2-135m-instruct'?"),
+        (["models", "smollm2-135m-instrukt"], "did you mean 'smollm2-135m-instruct'?"),
     ],
 )
 def test_one_line_exit_code_2_and_nothing_created(agentevo, words, expected):

@@ -34,7 +34,6 @@ from agentevo.cli import (
     data,
     doctor,
     evaluation,
-    init,
     judge,
     labelling,
     launch,
@@ -104,13 +103,11 @@ app.command(rich_help_panel=Topic.START)(train.train)
 app.command("eval", rich_help_panel=Topic.START)(evaluation.evaluate)
 app.command(rich_help_panel=Topic.START)(processes.serve)
 
-app.command(rich_help_panel=Topic.RECIPES)(init.init)
 app.command(rich_help_panel=Topic.RECIPES)(doctor.doctor)
 app.command(rich_help_panel=Topic.RECIPES)(names.config)
-app.add_typer(names.models, name="models", rich_help_panel=Topic.RECIPES)
+app.command(rich_help_panel=Topic.RECIPES)(names.models)
 
 app.command(rich_help_panel=Topic.TRAINING)(train.sft)
-app.command(rich_help_panel=Topic.TRAINING)(processes.server)
 
 app.command(rich_help_panel=Topic.RUNS)(top.top)
 app.command(rich_help_panel=Topic.RUNS)(control.control)
@@ -130,7 +127,6 @@ app.command(rich_help_panel=Topic.TASKS)(sandbox.sandbox)
 app.command(rich_help_panel=Topic.MACHINES)(launch.launch)
 app.command(rich_help_panel=Topic.MACHINES)(processes.learn)
 app.command(rich_help_panel=Topic.MACHINES)(processes.sample)
-app.command(rich_help_panel=Topic.MACHINES)(processes.gateway)
 app.command("launch-node", hidden=True)(launch.node)
 app.command("launch-own", hidden=True)(launch.own)
 
