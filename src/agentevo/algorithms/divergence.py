@@ -65,7 +65,7 @@ def absolute(d: torch.Tensor) -> torch.Tensor:
 
 def _add_with_gradient_of_k2(name: str, formula: str, source: str) -> None:
     """Adds the estimate `name`+, which has the value of `name` and another gradient."""
-    value_of = KL[name].function
+    value_of: Callable[[torch.Tensor], torch.Tensor] = KL[name].function
 
     @KL.entry(
         name=f"{name}+",
