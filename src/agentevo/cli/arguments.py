@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from agentevo.errors import ConfigError
-from agentevo.runtime.paths import name_problem
 
 LONGEST_WAIT_S = 86_400.0
 
@@ -25,16 +24,6 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[a.b=c]...", help="Changes to the recipe, such as trainer.steps=10."),
 ]
-
-
-def path_word(word: str | Path) -> Path:
-    """Parser of arguments and options that are paths. Raises ConfigError for a word that can't be a
-    path."""
-    problem = name_problem(str(word))
-    if problem:
-        shown = str(word) if len(str(word)) <= 60 else f"{str(word)[:57]}..."
-        raise ConfigError(f"{shown!r} {problem}")
-    return Path(word)
 
 
 def written_options(context: typer.Context) -> dict[str, str]:
@@ -83,9 +72,7 @@ def seconds(word: str | float) -> float:
 
 RunDir = Annotated[
     Path,
-    typer.Argument(
-        metavar="RUN_DIR", parser=path_word, help="The folder of a run, such as runs/coins."
-    ),
+    typer.Argument(metavar="RUN_DIR", help="The folder of a run, such as runs/coins."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
 Wait = Annotated[

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from agentevo.cli.arguments import Overrides, path_word
+from agentevo.cli.arguments import Overrides
 from agentevo.cli.printing import tell_of_rows
 from agentevo.errors import ConfigError
 
@@ -19,9 +19,7 @@ data = typer.Typer(
 )
 Out = Annotated[
     Path,
-    typer.Argument(
-        parser=path_word, metavar="OUT", help="The file to write: .jsonl[.gz] or .parquet."
-    ),
+    typer.Argument(metavar="OUT", help="The file to write: .jsonl[.gz] or .parquet."),
 ]
 CONVERSATIONS = "conversations"
 """What logs and traces are converted into."""
@@ -128,7 +126,7 @@ Prepared = Annotated[
 ]
 PreparedFolder = Annotated[
     Path,
-    typer.Argument(parser=path_word, metavar="FOLDER", help="The folder for the files."),
+    typer.Argument(metavar="FOLDER", help="The folder for the files."),
 ]
 Shown = Annotated[
     int,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentevo.cli.arguments import Overrides, path_word, refuse_options, warn_of_kept_keys
+from agentevo.cli.arguments import Overrides, refuse_options, warn_of_kept_keys
 from agentevo.cli.printing import first_sentence, print_note, print_table
 from agentevo.errors import ConfigError, UnknownNameError
 from agentevo.runtime.progress import bar
@@ -91,7 +91,6 @@ def models(
     merge: Annotated[
         Path | None,
         typer.Option(
-            parser=path_word,
             metavar="FOLDER",
             help="Merge an adapter (model.lora) into its base model, in this new folder.",
         ),
@@ -130,7 +129,7 @@ def models(
 
         print(push_to_hub(source, push, private=not public, note=print_note))
     elif merge is not None:
-        print(_merge(path_word(source), merge, base or None))
+        print(_merge(Path(source), merge, base or None))
     else:
         from agentevo.models.files.resolve import fetch
 
@@ -170,7 +169,6 @@ def config(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            parser=path_word,
             help="Instead, copy a packaged recipe into this new folder, and say which lines to "
             "change (docs/first_job.md).",
         ),

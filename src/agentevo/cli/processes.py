@@ -15,7 +15,6 @@ from agentevo.cli.arguments import (
     Port,
     Recipe,
     Tls,
-    path_word,
 )
 from agentevo.errors import ConfigError
 
@@ -187,7 +186,7 @@ def serve(
             raise ConfigError(
                 f"{overrides[0]}: changes are for a recipe, and --training reads none"
             )
-        serve_loops(path_word(target), host=host, port=port, tls=tls, max_models=max_models)
+        serve_loops(Path(target), host=host, port=port, tls=tls, max_models=max_models)
         return
 
     config = _load_part(target, overrides)

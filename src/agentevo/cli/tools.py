@@ -13,7 +13,6 @@ from agentevo.cli.arguments import (
     Host,
     Port,
     check_arguments,
-    path_word,
     plain_options,
     refuse_options,
 )
@@ -143,7 +142,7 @@ def _serve_retriever(
         raise ConfigError(f"top_k={top_k}: give a number of passages from 1 to {MAX_TOP_K}")
 
     key = read_key(api_key, host)
-    corpus = str(path_word(str(options["corpus"])))
+    corpus = str(Path(str(options["corpus"])))
     kind = str(options.get("kind", "bm25"))
     model = options.get("model")
     index = corpus_index(corpus, kind, None if model is None else str(model))

@@ -14,7 +14,6 @@ from agentevo.cli.arguments import (
     RunDir,
     Wait,
     check_new_file,
-    path_word,
     refuse_options,
 )
 from agentevo.cli.printing import tell_of_rows
@@ -84,7 +83,6 @@ def show(
     out: Annotated[
         Path | None,
         typer.Option(
-            parser=path_word,
             metavar="FOLDER",
             help="With --html: the folder for the pages. Default: trajectories_html in the run's "
             "folder.",
@@ -95,7 +93,6 @@ def show(
         Path | None,
         typer.Option(
             "--files",
-            parser=path_word,
             metavar="FOLDER",
             help="Also write the attempt's files into this new folder.",
         ),
@@ -228,7 +225,6 @@ OPTIONS = {
 Out = Annotated[
     Path,
     typer.Argument(
-        parser=path_word,
         metavar="OUT.jsonl[.gz]",
         help="The file to write, one trajectory per line.",
     ),
