@@ -1,4 +1,4 @@
-"""Keys about filters, length and penalties: what can't hold together is refused with what and how."""
+"""Keys about filters, length and penalties: what can't hold together is refused with a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe's keys for its own preset, when overrides choose another: what goes, and what is told."""
+"""A recipe's keys for its own preset, if overrides choose another: what goes, and what is told."""
 
 from __future__ import annotations
 
