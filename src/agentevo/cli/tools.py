@@ -371,8 +371,7 @@ async def _test_tools(
         calls = await _make_calls(sections, task, call)
         if dry_run:
             for planned in calls:
-                line = f"{planned.name}({planned.arguments}){_note(planned.name, sections)}"
-                print(without_controls(line))
+                print(without_controls(f"{planned.name}({planned.arguments})"))
             return 0
     else:
         calls = [] if call is None else [ToolCall(call, str(arguments))]
@@ -380,27 +379,13 @@ async def _test_tools(
     num_broken = 0
     async for tried_call in try_calls(sections, task, calls):
         num_broken += tried_call.status == "broken"
-        text = (
-            tried_call.text
-            if len(tried_call.text) <= LONGEST
-            else f"{tried_call.text[:LONGEST]}..."
-        )
+        text = tried_call.text[:LONGEST] + "..." * (len(tried_call.text) > LONGEST)
         made_call = without_controls(f"{tried_call.name}({tried_call.arguments})")
         print(f"{tried_call.status:<9}{made_call}  {tried_call.seconds:.2f} s", flush=True)
         lines = without_controls(text).splitlines()
         print("".join(f"    {line}\n" for line in lines), end="")
 
     return num_broken
-
-
-def _note(name: str, sections: Sequence[ToolSection]) -> str:
-    """The note on a tool that other recipes hide: a file has no key for it."""
-    from agentevo.config.mcp import MCPFileSection
-
-    is_file = any(isinstance(section, MCPFileSection) for section in sections)
-    if not is_file or name.rpartition("__")[2] != "outcome":
-        return ""
-    return "  (a recipe's entry of type mcp hides it from the policy, by `outcome: outcome`)"
 
 
 async def _make_calls(
