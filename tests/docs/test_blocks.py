@@ -28,7 +28,7 @@ import pytest
 import agentevo
 from agentevo.cli import main as cli
 from agentevo.config import build_config, check_sft, config_keys, load_config
-from agentevo.config.rm import check_rm
+from agentevo.config.sft import check_rm
 from agentevo.config.sources import OVERRIDE, overlay, packaged_recipes, read_yaml
 from agentevo.config.sweep import load_sweep
 from agentevo.runtime.parsing import parse_yaml

@@ -292,7 +292,14 @@ NUMBERS = 1e9
 def refused_values(
     tree: Mapping[str, Any], keys: ConfigKeys, *, chosen: Mapping[str, str], prefix: str = ""
 ) -> list[str]:
-    """A line for each such value in `tree`. `chosen`: as in `ConfigKeys.problem`."""
+    """A line for each value in `tree` that is invalid in every section, also in those of other
+    packages and of user code. `chosen`: as in `ConfigKeys.problem`.
+
+    - true or false for a number or a text, which pydantic would read as 1, 0 or "True"
+    - numbers that are not finite, or beyond NUMBERS if the key has no bound
+    - values that are valid in another system, or mean something else there (peer_keys.md)
+    - texts that files, databases or tokenizers can't store, and paths that file systems can't
+    """
     lines: list[str] = []
     for name, value in tree.items():
         key = f"{prefix}{name}"

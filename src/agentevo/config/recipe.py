@@ -32,11 +32,10 @@ from agentevo.config.agents import (
     agent_names,
     agent_section,
 )
-from agentevo.config.algorithm import AlgorithmSection
+from agentevo.config.algorithm import AlgorithmSection, with_importance
 from agentevo.config.contradictions import divides_by_mean_reward, recipe_contradictions
 from agentevo.config.field_words import describe_wrong_choice
 from agentevo.config.gateway import GatewaySection
-from agentevo.config.importance_defaults import with_importance
 from agentevo.config.imports import OF_YOUR_OWN, check_recipe_of_run, import_all
 from agentevo.config.interpolation import escape_tree
 from agentevo.config.keys import ConfigKeys, Variants, refused_values
@@ -46,7 +45,6 @@ from agentevo.config.optimize import OptimizeSection
 from agentevo.config.preset_keys import changed_keys, drop_idle_keys
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.config.rewards import read_rewards
-from agentevo.config.rm import RMSection
 from agentevo.config.rollout import RolloutSection
 from agentevo.config.routing import with_recording
 from agentevo.config.sections import (
@@ -66,7 +64,7 @@ from agentevo.config.sections import (
     TrainerSection,
 )
 from agentevo.config.self_play import with_roles
-from agentevo.config.sft import SFTSection
+from agentevo.config.sft import RMSection, SFTSection
 from agentevo.config.tasks import TasksSection, names_tasks, play_problems
 from agentevo.config.texts import with_texts_of_file
 from agentevo.config.tool_entries import KINDS, read_tools

@@ -65,8 +65,8 @@ Rank = Annotated[int, Field(ge=1)]
 
 class LoraSection(Section):
     """LoRA adapters (arXiv 2106.09685) by PEFT (`pip install 'agentevo[lora]'`): y = W x + scale *
-    B A x with W frozen and A, B trained. Off while rank is 0 and adapter is null. Learning rates
-    are usually about ten times those of full fine-tuning."""
+    B A x with W frozen and A, B trained. Keys mean the same as in PEFT. Off while rank is 0 and
+    adapter is null. Learning rates are usually about ten times those of full fine-tuning."""
 
     rank: int = Field(default=0, ge=0)
     """Rows of A and columns of B (PEFT's r). 0 trains the whole model."""
