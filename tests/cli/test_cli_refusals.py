@@ -141,7 +141,6 @@ def test_what_no_machine_could_take_is_refused_alike(agentevo, words, expected):
         (["store", "run", "gc", "x.jsonl"], "leave out x.jsonl"),
         (["store", "run", "export"], "name the file"),
         (["store", "run", "stats", "--dropped"], "--dropped is for gc"),
-        (["top", "--attempt", "a"], "give one folder of a run"),
         (["sandbox", "a.py", "--host", "0.0.0.0"], "--host is for a server"),
         (["data", "make", "--out", "o", "--worlds", "2", "notes.md"], "--worlds is for tool"),
         (["data", "make", "--out", "o", "--per-passage", "2", "npx"], "--per-passage is for doc"),

@@ -59,7 +59,6 @@ from agentevo.runtime.paths import name_problem
 
 _LONG = re.compile(r"(\S{300})\S{100,}")
 """What is too long to be read in a message: a number or a text that a user gave."""
-_OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=")
 LONGEST_LINE = 1200
 """Characters of a message's line, for a text of many words."""
 LONGEST_WORD = 100_000
@@ -215,9 +214,7 @@ def _word_problem(word: str) -> str:
     except UnicodeEncodeError:
         return "is not UTF-8: rename the file, or write the text in UTF-8"
 
-    option, _, value = word.partition("=")
-    word = value if option.startswith("--") else word
-    if _OVERRIDE.match(word) or "://" in word:
+    if "=" in word or "://" in word:
         return "has a NUL character: remove it" if "\0" in word else ""
     if any(ord(character) < 32 or ord(character) == 127 for character in word):
         return "has a control character: remove it"

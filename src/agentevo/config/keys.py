@@ -171,6 +171,7 @@ class ConfigKeys:
             is_begun = name.startswith(f"{_parent(key)}.{wanted}_")
             if (is_slip or is_begun) and not is_other_type and not is_of_entry:
                 closeness = 0.7 * likeness + 0.3 * _ratio(_parent(key), _parent(name))
+                closeness += 0.2 * (likeness == 1.0)
                 scores[name] = (closeness, -name.count("."))
 
         return max(scores, key=scores.__getitem__, default=None)
