@@ -174,7 +174,8 @@ def _run(words: list[str]) -> int:
         if error.errno not in _DISK_ERRORS:
             raise
         where = error.filename or "a file"
-        return _fail(f"{where} could not be written or read ({error.strerror})", 1)
+        code = 2 if error.errno == errno.ENAMETOOLONG else 1
+        return _fail(f"{where} could not be written or read ({error.strerror})", code)
     except _UsageError as error:
         return _usage_problem(error)
     except SystemExit as exit_request:
