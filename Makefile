@@ -22,7 +22,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE -u PYTHONUNBUFFERED OMP_NUM_THREADS=1 $
 .PHONY: quickstart test test-all test-examples test-gpu test-vllm test-trackers soak hosts bench docs lint venv
 
 quickstart: $(VENV)/.core
-	$(BIN)/agentevo models get smollm2-135m-instruct
+	$(BIN)/agentevo models smollm2-135m-instruct
 	$(BIN)/agentevo train coins run.dir=runs/quickstart run.overwrite=true
 
 # What a person waits for: four minutes.

@@ -1,7 +1,7 @@
 """Seconds from a publish until an engine in another process serves it: by files in a folder, and
 over a process group.
 
-    agentevo models get smollm2-135m-instruct
+    agentevo models smollm2-135m-instruct
     .venv/bin/python benchmarks/broadcast.py [--steps 5] [--dtype bfloat16]
 
 SmolLM2-135M on the CPU, trainer and one embedded engine on this machine, so what the group carries

@@ -1,7 +1,7 @@
 """What it costs to publish weights that lie in parts on several processes: bytes, seconds and
 memory, in full and as what changed.
 
-    agentevo models get smollm2-135m-instruct
+    agentevo models smollm2-135m-instruct
     .venv/bin/python benchmarks/part_deltas.py [--processes 2] [--steps 3] [--lr 1e-6]
 
 SmolLM2-135M in bfloat16, FSDP over gloo with float32 shards; each step is AdamW on the log-probs of

@@ -1,7 +1,7 @@
 """What a version of the weights costs on its way to engines: bytes and seconds, in full and as what
 changed.
 
-    agentevo models get smollm2-135m-instruct
+    agentevo models smollm2-135m-instruct
     .venv/bin/python benchmarks/weights.py [--steps 4] [--lr 1e-6] [--url file:///FOLDER]
 
 SmolLM2-135M in bfloat16 with float32 masters; each step is AdamW on the gradient of the language

@@ -118,7 +118,7 @@ def test_what_can_not_be_loaded_is_told_with_what_to_do(empty_run):
     async def visit() -> None:
         async with visiting(empty_run) as (client, _, shared):
             page = (await client.get("/runs/lake/try")).text
-            assert "agentevo models get nobody/has-this" in page
+            assert "agentevo models nobody/has-this" in page
             assert "no checkpoint" in page
             assert "There is nothing to load." in page
             assert "<textarea" not in page
@@ -128,7 +128,7 @@ def test_what_can_not_be_loaded_is_told_with_what_to_do(empty_run):
     for odd in ("a--b/c..d", "x" * 5000, "\x00", "~nobody/x/y", "hf://", "../..", ""):
         assert kept_checkpoints(empty_run / "lake", {"model": {"name": odd}}).missing
 
-    with pytest.raises(ConfigError, match="agentevo models get nobody/has-this"):
+    with pytest.raises(ConfigError, match="agentevo models nobody/has-this"):
         find_player(empty_run / "lake", words.START, [])
 
 

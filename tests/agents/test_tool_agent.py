@@ -12,8 +12,7 @@ from agentevo.agents.react import read_action
 from agentevo.agents.task_agent import check_agent_names
 from agentevo.agents.tools.search import CorpusSearch
 from agentevo.config import tools as tool_config
-from agentevo.config.agents import ToolAgentSection
-from agentevo.config.context import ContextSection
+from agentevo.config.agents import ContextSection, ToolAgentSection
 from agentevo.config.tools import tool
 from agentevo.errors import ConfigError, ToolError
 from agentevo.inference.conversations.conversation import Conversation

@@ -76,7 +76,7 @@ from agentevo.runs.doctor import diagnostics
             ["list", "environment"],
             "nothing is listed under 'environment': did you mean 'environments'?",
         ),
-        (["models", "get", "smollm2-135m-instrukt"], "did you mean 'smollm2-135m-instruct'?"),
+        (["models", "smollm2-135m-instrukt"], "did you mean 'smollm2-135m-instruct'?"),
     ],
 )
 def test_one_line_exit_code_2_and_nothing_created(agentevo, words, expected):
@@ -141,7 +141,6 @@ def test_what_no_machine_could_take_is_refused_alike(agentevo, words, expected):
         (["store", "run", "gc", "x.jsonl"], "leave out x.jsonl"),
         (["store", "run", "export"], "name the file"),
         (["store", "run", "stats", "--dropped"], "--dropped is for gc"),
-        (["top", "--attempt", "a"], "give one folder of a run"),
         (["sandbox", "a.py", "--host", "0.0.0.0"], "--host is for a server"),
         (["data", "make", "--out", "o", "--worlds", "2", "notes.md"], "--worlds is for tool"),
         (["data", "make", "--out", "o", "--per-passage", "2", "npx"], "--per-passage is for doc"),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from mcp_manager import Manager
@@ -77,16 +75,3 @@ def test_a_server_that_is_away_and_wrong_arguments_are_told_with_what_to_do(reci
             main(["tools", "inspect", "--test", path, "--call", "pay", "--arguments", given]) == 2
         )
         assert "write an object of JSON" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_dry_run_of_a_file_tells_of_what_a_recipe_would_hide(tmp_path, capsys):
-    pytest.importorskip("mcp", reason="the SDK of MCP is not installed")
-    served = {"command": sys.executable, "args": ["-m", "agentevo", "tools", "serve", "booking"]}
-    file = tmp_path / "mcp_config.json"
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    file.write_text(json.dumps({"mcpServers": {"hotel": {**served, "env": environment}}}))
-    assert main(["tools", "inspect", "--test", str(file), "--dry-run"]) == 0
-
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("outcome(")]
-    assert "by `outcome: outcome`" in line

@@ -1,18 +1,16 @@
-"""`agentevo top`: on folders of runs, on a terminal with keys, and without one."""
+"""`agentevo top`: on folders of runs, and on a run that plays meanwhile."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
-import pty
-import subprocess
-import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
 
-from agentevo.observability.top_view import RunLine, draw, plain_lines
+from agentevo.store import open_store
+from agentevo.store.call_log import AttemptCalls, call_log
 
 
 def make_run(folder: Path, name: str, steps: int, planned: int = 4) -> Path:
@@ -72,56 +70,48 @@ def test_a_url_is_refused_with_what_shows_it(agentevo) -> None:
     assert "`agentevo ui` shows stores" in err
 
 
-def test_the_choice_stays_on_the_screen_and_shows_its_calls() -> None:
-    from rich.console import Console
+def play(url: str, playing: threading.Event, end: threading.Event, name: str) -> None:
+    async def scenario() -> None:
+        async with await open_store(url), call_log(url) as log:
+            calls = AttemptCalls(log, name)
+            with calls.attempt("Player"):
+                with calls.call("tool", "over", results=2):
+                    pass
+                async with calls.call("tool", "search"):
+                    playing.set()
+                    await asyncio.to_thread(end.wait, 60)
 
-    runs = [RunLine(f"run-{number}", "running", calls=(f"call {number}",)) for number in range(60)]
-    console = Console(width=120, height=24, file=open(os.devnull, "w"), record=True)  # noqa: SIM115
-    console.print(draw(runs, 59, calls=True, height=24))
-    shown = console.export_text()
-    assert "run-59" in shown
-    assert "call 59" in shown
-    assert len(shown.splitlines()) <= 24
-    assert plain_lines([]) == [plain_lines([])[0]]
+    asyncio.run(scenario())
 
 
 @pytest.mark.slow
-def test_keys_on_a_terminal(tmp_path: Path) -> None:
-    make_run(tmp_path / "runs", "one", 2)
-    make_run(tmp_path / "runs", "two", 3)
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "agentevo", "top", str(tmp_path / "runs"), "--every", "0.2"],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"TERM": "xterm", "PYTHONIOENCODING": "utf-8"},
-    )
-    os.close(theirs)
-    seen = b""
-
-    def wait_for(words: bytes) -> None:
-        nonlocal seen
-        until = time.monotonic() + 300
-        while words not in seen:
-            assert time.monotonic() < until, seen
-            seen += os.read(ours, 65536)
-
+def test_what_runs_is_seen_and_then_how_it_ended(agentevo, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("{}")
+    playing = threading.Event()
+    end = threading.Event()
+    url = f"sqlite:///{folder / 'store.sqlite'}"
+    player = threading.Thread(target=play, args=(url, playing, end, "task/train@1#0"))
+    player.start()
     try:
-        wait_for(b"two")
-        os.write(ours, b"j\x1b[A\n")
-        wait_for(b"nothing is running")
-
-        os.write(ours, b"q")
-        until = time.monotonic() + 300
-        while process.poll() is None:
-            assert time.monotonic() < until
-            try:
-                os.read(ours, 65536)
-            except OSError:  # the other side is closed
+        assert playing.wait(300)
+        for _ in range(300):
+            out = agentevo("top", str(folder), "--once").out
+            if "tool search" in out:
                 break
+            end.wait(0.1)
 
-        assert process.wait(300) == 0, process.stderr.read()
+        assert "task/train@1#0" in out and "tool search" in out, out
     finally:
-        process.kill()
-        os.close(ours)
+        end.set()
+        player.join()
+
+    assert "tool search" not in agentevo("top", str(folder), "--once").out
+
+
+@pytest.mark.parametrize("every", ["often", "nan", "inf", "-1", "1e9", "9" * 5000])
+def test_what_no_clock_can_wait_is_refused_in_one_line(agentevo, tmp_path: Path, every) -> None:
+    code, _, err = agentevo("top", str(tmp_path), f"--every={every}")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "give seconds, from 0 to 86,400 (a day)" in err

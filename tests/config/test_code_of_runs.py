@@ -43,7 +43,7 @@ def test_code_that_came_with_a_run_is_not_run(entry, foreign_run, capsys, monkey
         ["doctor", folder],
         ["eval", folder],
         ["audit", folder, "--replay-random", "1"],
-        ["models", "merge", folder, "merged"],
+        ["models", folder, "--merge", "merged"],
         ["serve", config],
     ):
         assert main([str(word) for word in words]) == 2, words

@@ -1,4 +1,4 @@
-"""Keys about filters and length: what can't hold together is refused with what and how."""
+"""Keys about filters, length and penalties: what can't hold together is refused with a remedy."""
 
 from __future__ import annotations
 
@@ -170,3 +170,26 @@ def test_the_name_stays_the_first_key_and_the_tree_survives_its_yaml(tmp_path):
     text = to_yaml(config)
     assert "\nalgorithm:\n  name: dapo\n" in text
     assert build_config(yaml.safe_load(text)).algorithm == config.algorithm
+
+
+RECIPE = {
+    "tasks": "tasks.jsonl",
+    "model": {"name": "tiny", "tiny": {"tokenizer": "byte"}},
+    "rewards": ["numeric"],
+}
+
+
+@pytest.mark.parametrize(
+    ("agent", "key"),
+    [
+        ({"type": "code_agent", "code_penalty": 0.1}, "code_penalty"),
+        ({"type": "tool_agent", "tools": ["calculator"], "call_penalty": 0.1}, "call_penalty"),
+    ],
+)
+def test_a_penalty_that_counts_for_nothing_is_refused(agent, key):
+    with pytest.raises(ConfigError, match=rf"agent\.{key} .*rewards=\[numeric, returned\]"):
+        build_config({**RECIPE, "agent": agent})
+
+    both = {**RECIPE, "agent": agent, "rewards": ["numeric", "returned"]}
+    assert getattr(build_config(both).agent, key) == 0.1
+    assert build_config({**RECIPE, "agent": {**agent, key: 0}})

@@ -1,11 +1,18 @@
-"""How processes share a training is refused where their number doesn't allow it."""
+"""How processes share a training, its memory and the replay of routing: refused where they can't
+hold."""
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from agentevo.config import ParallelSection, load_config
-from agentevo.errors import ConfigError
+from agentevo.config import ParallelSection, build_config, load_config, to_yaml
+from agentevo.config.recipe import with_defaults
+from agentevo.config.routing import needs_routers, without_routing
+from agentevo.errors import ConfigError, MissingExtraError
+from agentevo.runs.orchestration.components import check_memory
+from agentevo.training import quantized_optimizer
 
 
 @pytest.mark.parametrize(
@@ -61,3 +68,94 @@ def test_how_processes_share_the_work_in_words():
     assert ParallelSection().shared_by(1) == ""
     assert ParallelSection().shared_by(4) == "replicas=4"
     assert ParallelSection(shard=2, tensor=2).shared_by(8) == "shard=2 x tensor=2 x replicas=2"
+
+
+def config(*overrides: str):
+    return build_config(
+        {"environment": {"type": "frozen_lake"}, "model": {"name": "tiny"}}, overrides
+    )
+
+
+@pytest.mark.parametrize("key", ["offload_activations", "offload_optimizer"])
+def test_offloading_needs_a_gpu(key, monkeypatch):
+    with pytest.raises(ConfigError, match=rf"memory\.{key} .* set memory\.{key}=false"):
+        config("model.device=cpu", f"memory.{key}=true")
+
+    allowed = config(f"memory.{key}=true")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=rf"memory\.{key} .* set memory\.{key}=false"):
+        check_memory(allowed)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    check_memory(allowed)
+
+
+def test_offloading_and_selective_contradict():
+    with pytest.raises(ConfigError, match=r"memory\.checkpointing=selective"):
+        config("memory.offload_activations=true", "memory.checkpointing=selective")
+
+
+def test_eight_bits_without_torchao_say_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(MissingExtraError, match=r"agentevo\[8bit\]"):
+        quantized_optimizer.check_8bit()
+    with pytest.raises(MissingExtraError):
+        check_memory(config("memory.optimizer=adamw_8bit"))
+
+
+def test_the_engine_records_what_is_replayed():
+    assert not needs_routers(config()) and not config().engine.routed_experts
+
+    replayed = config("trainer.routing_replay=rollout")
+    assert replayed.engine.routed_experts and needs_routers(replayed)
+    assert "routed_experts: true" in to_yaml(replayed)
+
+    watched = config("engine.routed_experts=true")
+    assert watched.trainer.routing_replay == "none" and needs_routers(watched)
+    assert not needs_routers(without_routing(replayed))
+
+    updated = config("trainer.routing_replay=update", "algorithm.old_logprobs=recomputed")
+    assert not updated.engine.routed_experts and needs_routers(updated)
+    assert config("trainer.routing_replay=update", "algorithm.name=decoupled_ppo")
+    assert with_defaults({})["trainer"]["routing_replay"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ["trainer.routing_replay=rollout", "engine.routed_experts=false"],
+            "routing_replay=rollout replays the routing that the engine records, but "
+            "engine.routed_experts is",
+        ),
+        (
+            ["trainer.routing_replay=rollout", "engine.type=vllm"],
+            "engine.routed_experts: engine.type=vllm does not report the chosen experts",
+        ),
+        (
+            ["engine.routed_experts=true", "engine.type=sglang"],
+            "engine.routed_experts: engine.type=sglang does not report the chosen experts",
+        ),
+        (
+            ["trainer.routing_replay=rollout", "algorithm.name=dpo"],
+            "routing_replay=rollout: algorithm.name=dpo compares answers in separate passes",
+        ),
+        (
+            ["trainer.routing_replay=update"],
+            "routing_replay=update records in the pass that recomputes the old log-probs",
+        ),
+        (
+            [
+                "trainer.routing_replay=update",
+                "algorithm.old_logprobs=recomputed",
+                "trainer.parallel.context=2",
+            ],
+            "routing_replay=update: with trainer.parallel.context each process computes a part",
+        ),
+        (["trainer.routing_replay=R3"], "trainer.routing_replay"),
+    ],
+)
+def test_what_cant_go_together(overrides, problem):
+    with pytest.raises(ConfigError, match=problem):
+        config(*overrides)

@@ -119,7 +119,7 @@ def test_two_systems_that_mean_different_things_are_both_named():
         ("num_generations", "trainer.group_size"),
         ("bf16", "model.dtype=bfloat16"),
         ("load_in_4bit", "model.lora.quantize=4bit"),
-        ("push_to_hub", "agentevo models push RUN ORG/NAME"),
+        ("push_to_hub", "agentevo models RUN --push ORG/NAME"),
         ("early_stopping", "evaluation.stop_after"),
         ("load_best_model_at_end", "checkpoint.keep_best"),
         ("save_best_model", "checkpoint.keep_best"),

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from agentevo.config import build_config, load_config
+from agentevo.config import build_config, config_keys, load_config
 from agentevo.config.tool_entries import KINDS
-from agentevo.config.tool_list import explain_tools
-from agentevo.errors import ConfigError, UnknownNameError
+from agentevo.errors import ConfigError
 
 BASE = {"model": {"name": "tiny"}, "tasks": "tasks.jsonl", "rewards": ["numeric"]}
 
@@ -137,36 +136,24 @@ def test_an_agent_without_its_tools_is_told_how_to_write_some(tmp_path):
 @pytest.mark.parametrize(
     ("key", "kinds", "words"),
     [
-        ("agent.tools.timeout_s", list(KINDS), "number, above 0"),
+        ("agent.tools.timeout_s", [], "number, above 0"),
+        ("agent.tools.start_timeout_s", ["mcp", "mcp_file"], "number, above 0"),
         ("agent.tools.servers", ["mcp_file"], "list of texts"),
-        ("agent.tools.mcp.command", [], "text, or null"),
-        ("agent.tools.mcp.sandbox.network", [], "true or false"),
-        ("agent.tools.type", [], f"one of {', '.join(KINDS)}"),
+        ("agent.tools.command", ["mcp"], "text, or null"),
+        ("agent.tools.sandbox.network", ["mcp"], "true or false"),
+        ("agent.tools.type", ["function"], "one of function"),
     ],
 )
 def test_the_keys_of_an_entry_are_explained(key, kinds, words):
-    one = explain_tools(key)[0]
+    one = config_keys().explain(key)[0]
     assert (one.key, list(one.option_of), one.type) == (key, kinds, words)
 
 
 def test_the_kinds_of_entries_are_explained_with_their_keys():
-    (all_kinds,) = explain_tools("agent.tools")
-    meanings = {one.key: one.meaning for one in all_kinds.keys}
-    for kind, model in KINDS.items():
-        about = meanings[f"agent.tools.{kind}"]
-        assert about.startswith(f"type: {kind}. ")
-        (section,) = explain_tools(f"agent.tools.{kind}")
-        for key in model.model_fields:
-            in_about = f"agent.tools.{key}" in meanings or key in about
-            assert in_about and explain_tools(f"agent.tools.{kind}.{key}")[0].meaning
-            assert key == "type" or f"agent.tools.{kind}.{key}" in [one.key for one in section.keys]
-
-    with pytest.raises(UnknownNameError, match=r"did you mean agent\.tools\.timeout_s\?"):
-        explain_tools("agent.tools.timeout")
-    with pytest.raises(UnknownNameError, match=r"did you mean agent\.tools\.mcp\.command\?"):
-        explain_tools("agent.tools.mcp.comand")
-    with pytest.raises(UnknownNameError, match="lists them"):
-        explain_tools("agent.tools.qqq")
+    (section,) = config_keys().explain("agent.tools")
+    keys = {one.key for one in section.keys}
+    for model in KINDS.values():
+        assert {f"agent.tools.{key}" for key in model.model_fields} <= keys
 
 
 def test_other_agents_tools_are_their_own(tmp_path):

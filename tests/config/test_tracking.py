@@ -42,9 +42,9 @@ def test_options_come_back_from_the_written_configuration() -> None:
     [
         ("tracking.backends=[wandbb]", "did you mean wandb?"),
         ("tracking.backends=[comet]", "entry point agentevo.trackers"),
-        ("tracking.backends=[{mode: offline}]", "an entry without a name"),
+        ("tracking.backends=[{mode: offline}]", r"\[0\]\.name: missing; choose one of"),
         ("tracking.backends=[{name: wandb, mode: offlin}]", "did you mean offline?"),
-        ("tracking.backends=[{name: wandb, project: x}]", r"wandb: \[0\]\.project: unknown key"),
+        ("tracking.backends=[{name: wandb, project: x}]", r"\[0\]\.project: unknown key"),
         ("tracking.backends=[wandb, wandb]", "wandb is listed twice"),
         ("tracking.backends=[[wandb]]", "needs a name, or a mapping"),
         ("tracking.backends=[3]", "needs a name, or a mapping"),

@@ -11,7 +11,7 @@ from by_name import aggregate, kl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentevo.algorithms.divergence import KL, AdaptiveKL, FixedKL
+from agentevo.algorithms.divergence import KL, KLController
 from examples import examples
 
 from . import slow_kl as slow
@@ -132,7 +132,7 @@ def test_straight_through_is_unbiased_where_k2_is_and_reference_gets_no_gradient
         (lambda: kl("k4", torch.ones(1, 1), torch.ones(1, 1)), "k1|k2|k3"),
         (lambda: kl("k1", torch.ones(1, 1), torch.ones(1, 2)), "same tokens"),
         (lambda: kl("k1", torch.ones(1, 1), torch.ones(1, 1), torch.ones(2, 1)), "same tokens"),
-        (lambda: AdaptiveKL(0.1, 0.1, 10).update(float("nan"), 4), "finite"),
+        (lambda: KLController(0.1, 0.1, 10).update(float("nan"), 4), "finite"),
     ],
 )
 def test_refusals_say_what_to_do(call, words):
@@ -147,12 +147,12 @@ def test_refusals_say_what_to_do(call, words):
     st.lists(st.tuples(st.floats(-1, 5), st.integers(0, 2000)), max_size=20),
 )
 def test_adaptive_controller_follows_the_rule_and_survives_a_restart(coef, target, horizon, steps):
-    one = AdaptiveKL(coef, target, horizon)
-    two = AdaptiveKL(coef, target, horizon)
+    one = KLController(coef, target, horizon)
+    two = KLController(coef, target, horizon)
     for measured, n in steps:
         one.update(measured, n)
         two.update(measured, n)
-        fresh = AdaptiveKL(0.5, target, horizon)
+        fresh = KLController(0.5, target, horizon)
         fresh.load_state_dict(json.loads(json.dumps(two.state_dict())))
         two = fresh
 
@@ -165,7 +165,7 @@ def test_adaptive_controller_follows_the_rule_and_survives_a_restart(coef, targe
 
 
 def test_a_fixed_coefficient_stays_that_of_the_configuration():
-    fixed = FixedKL(0.001)
+    fixed = KLController(0.001)
     fixed.update(9.0, 64)
     fixed.load_state_dict({"coef": 3.0})
     assert fixed.coef == 0.001

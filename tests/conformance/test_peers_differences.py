@@ -22,7 +22,7 @@ from by_name import (
 )
 from peer_recordings import batch, case, close, our_advantage, our_loss, trl_advantages
 
-from agentevo.algorithms.divergence import AdaptiveKL
+from agentevo.algorithms.divergence import KLController
 from agentevo.algorithms.losses import POLICY_LOSSES
 
 
@@ -447,7 +447,7 @@ def test_trl_weighs_its_kl_with_the_ratio_unless_told_otherwise():
 def test_verl_adaptive_kl_can_turn_its_coefficient_negative():
     """600 sequences at a KL below the target, against a horizon of 100."""
     assert case("verl", "adaptive_kl")["coefficients"][-1] < 0
-    controller = AdaptiveKL(0.1, 0.05, 100)
+    controller = KLController(0.1, 0.05, 100)
     controller.update(0.0, 600)
     assert controller.coef == pytest.approx(0.08)
 

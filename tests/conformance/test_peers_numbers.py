@@ -19,7 +19,7 @@ from by_name import (
 )
 from peer_recordings import batch, case, close, our_advantage, our_loss, recording, trl_advantages
 
-from agentevo.algorithms.divergence import AdaptiveKL
+from agentevo.algorithms.divergence import KLController
 from agentevo.algorithms.value import value_loss
 
 VERL_ADVANTAGES = [
@@ -239,7 +239,7 @@ def test_verl_kl(ours, theirs):
 
 
 def test_verl_adaptive_kl():
-    controller = AdaptiveKL(0.1, 0.05, 100)
+    controller = KLController(0.1, 0.05, 100)
     for kl_value, rows, expected in zip(
         (0.01, 0.2, 0.051), (10, 30, 100), case("verl", "adaptive_kl")["coefficients"], strict=False
     ):

@@ -28,7 +28,7 @@ import pytest
 import agentevo
 from agentevo.cli import main as cli
 from agentevo.config import build_config, check_sft, config_keys, load_config
-from agentevo.config.rm import check_rm
+from agentevo.config.sft import check_rm
 from agentevo.config.sources import OVERRIDE, overlay, packaged_recipes, read_yaml
 from agentevo.config.sweep import load_sweep
 from agentevo.runtime.parsing import parse_yaml
@@ -245,14 +245,14 @@ def parse(words: list[str]) -> None:
         context = command.make_context(name, remaining, parent=context)
 
 
-READ_A_RECIPE = ("train", "sft", "learn", "sample", "serve", "gateway", "doctor", "optimize")
+READ_A_RECIPE = ("train", "sft", "learn", "sample", "serve", "doctor", "optimize")
 WITH_OPTIONS_OF_THEIR_OWN = ("tools serve", "sandbox")
 
 
 def check_recipe(words: list[str], place: str, folder: Path) -> None:
     """Reads the recipe of a command with its overrides, where there is one; elsewhere the keys of
     the overrides exist."""
-    if words[0] == "init":
+    if "--copy" in words:
         assert cli.main(words) == 0, place
         return
 

@@ -40,9 +40,10 @@ def save_tiny_qwen3(folder: Path) -> None:
 pytestmark = pytest.mark.usefixtures("folder")
 
 
-def test_init_writes_a_recipe_whose_dry_run_passes_and_names_the_lines_to_change(capsys):
-    ((command, folder),) = read_commands("1. The files")
-    assert main([command, folder]) == 0
+def test_a_copied_recipe_is_one_whose_dry_run_passes_and_names_the_lines_to_change(capsys):
+    (words,) = read_commands("1. The files")
+    folder = words[-1]
+    assert main(words) == 0
     said = capsys.readouterr().out
     names = {path.name for path in Path(folder).iterdir()}
     assert names == {"first_job.yaml", "my_reward.py", "train.jsonl", "held_out.jsonl"}
@@ -51,24 +52,24 @@ def test_init_writes_a_recipe_whose_dry_run_passes_and_names_the_lines_to_change
 
     (laptop, *_) = read_commands("2. On a laptop")
     assert main([*laptop, "model.name=tiny", "model.lora.rank=0", "--dry-run"]) == 0
-    assert main([command, folder]) == 2
+    assert main(words) == 2
     assert "is there already" in capsys.readouterr().err
 
 
-def test_init_copies_any_packaged_recipe(capsys):
-    assert main(["init", "lake", "--recipe", "frozen_lake"]) == 0
+def test_a_copy_of_any_packaged_recipe(capsys):
+    assert main(["config", "frozen_lake", "--copy", "lake"]) == 0
     assert [path.name for path in Path("lake").iterdir()] == ["frozen_lake.yaml"]
     assert main(["train", "lake/frozen_lake.yaml", "--dry-run"]) == 0
-    assert main(["init", "other", "--recipe", "lake"]) == 2
+    assert main(["config", "lake", "--copy", "other"]) == 2
     assert not Path("other").exists()
-    assert "choose one of coins" in capsys.readouterr().err
+    assert "is for a recipe" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_newcomer_runs_the_page_on_a_laptop():
     save_tiny_qwen3(Path("tiny-qwen3"))
     commands = read_commands("1. The files") + read_commands("2. On a laptop")
-    assert [words[0] for words in commands] == ["init", "train", "trajectories", "audit", "chat"]
+    assert [words[0] for words in commands] == ["config", "train", "trajectories", "audit", "chat"]
     for words in commands:
         done = subprocess.run(
             [sys.executable, "-m", "agentevo", *words],

@@ -109,12 +109,11 @@ def test_processes_of_one_run_take_the_engine_that_the_first_has_recorded(gpu, t
     assert engine() == "sglang" and len(said) == 2
 
 
-@pytest.mark.parametrize("command", ["learn", "sample", "gateway", "serve"])
+@pytest.mark.parametrize("command", ["learn", "sample", "serve"])
 def test_commands_that_are_started_apart_choose_alike(command, gpu, monkeypatch, tmp_path):
     def begin(config, **options):
         raise ConfigError(f"begins with {config.engine.type}")
 
-    function = {"gateway": "run_gateway"}.get(command, command)
-    monkeypatch.setattr(f"agentevo.runs.processes.{command}.{function}", begin)
+    monkeypatch.setattr(f"agentevo.runs.processes.{command}.{command}", begin)
     with pytest.raises(ConfigError, match="begins with vllm"):
         getattr(processes, command)("coins", [*MODEL, f"run.dir={tmp_path}"])

@@ -100,7 +100,7 @@ def test_without_its_package_the_line_that_installs_it_is_told(
     monkeypatch.setitem(sys.modules, "modelscope", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'agentevo\[modelscope\]'"):
         resolve(NAME)
-    assert "agentevo models get modelscope:own/name@v1" in missing_model(NAME)
+    assert "agentevo models modelscope:own/name@v1" in missing_model(NAME)
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
-"""Running attempts and trees of calls as lines of text."""
+"""Running attempts as lines of text."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from agentevo.observability.call_view import running_lines, tree_lines
+from agentevo.observability.call_view import running_lines
 from agentevo.store import StoredCall
 from agentevo.types import Call
 
@@ -49,24 +49,3 @@ def test_a_line_for_each_attempt_that_runs_with_what_it_waits_for() -> None:
     many = [attempt(str(number), trajectory_id=str(number)) for number in range(45)]
     assert running_lines(many, NOW)[-1] == "and 5 more"
     assert running_lines([], NOW) == []
-
-
-def test_a_tree_of_calls_with_every_try_of_the_attempt() -> None:
-    calls = [
-        stored("search", "first", ago=59.0, state="lost"),
-        attempt("first", ago=60.0, state="lost"),
-        attempt("second", ago=10.0),
-        stored("late", "second", ago=2.0),
-        stored("ask", "second", ago=9.5, took=0.5, kind="policy", attributes={"turn": 0}),
-        stored("fails", "ask", ago=9.4, took=0.1, status="failed", error="ValueError: no\n"),
-        stored("orphan", "not recorded", ago=5.0, took=1.0),
-    ]
-    assert tree_lines(calls, NOW) == [
-        "attempt Player  lost",
-        "  tool search   lost",
-        "attempt Player  10.0 s, running",
-        "  policy ask    500 ms  turn=0",
-        "    tool fails  100 ms, failed: ValueError: no↵",
-        "  tool late     2.0 s, running",
-        "tool orphan     1.0 s",
-    ]

@@ -10,7 +10,7 @@ import pytest
 
 from agentevo.api.run import train
 from agentevo.config import build_config
-from agentevo.config.curriculum import Curriculum
+from agentevo.config.tasks import Curriculum
 from agentevo.errors import ConfigError
 from agentevo.observability.metrics import read_metrics
 from agentevo.rewards import reward

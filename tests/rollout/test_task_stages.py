@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agentevo.api.run import train
 from agentevo.config import build_config, load_config
-from agentevo.config.task_stages import TaskStage
+from agentevo.config.tasks import TaskStage
 from agentevo.errors import ConfigError
 from agentevo.observability.metrics import read_metrics
 from agentevo.rewards import reward

@@ -83,22 +83,21 @@ def test_a_group_of_equals_is_dropped_and_the_informative_one_kept():
 
     rewards = [t.reward for t in equal + differing]
     ids = [t.group_id for t in equal + differing]
-    kept, missing = dynamic_sampling(rewards, ids, wanted=1)
-    assert (kept.kept_positions, missing) == ((3, 4, 5), 0)
+    assert dynamic_sampling(rewards, ids, wanted=1) == [3, 4, 5]
 
 
 def test_starpo_s_ranks_equal_spreads_by_their_order():
     rewards = [LESS, 0.0, MORE, 0.0, MORE, LESS, 0.7, 0.7]
     kept = starpo_s(rewards, ["a", "a", "b", "b", "c", "c", "d", "d"], keep=0.25)
-    assert kept.kept_positions == (0, 1), "b's spread is larger by rounding alone"
-    assert starpo_s(rewards[4:], [0, 0, 1, 1], keep=0.5).kept_positions == (0, 1)
+    assert kept == [0, 1], "b's spread is larger by rounding alone"
+    assert starpo_s(rewards[4:], [0, 0, 1, 1], keep=0.5) == [0, 1]
 
 
 def test_rlpr_keeps_a_spread_that_is_its_bound():
     kept = RLPRStd(beta=1.0, record_from=1, start=2)
     kept.filter([MORE, 0.0], [0, 0])
     kept.end_step()
-    assert kept.filter([LESS, 0.0], [0, 0]).kept_positions == (0, 1)
+    assert kept.filter([LESS, 0.0], [0, 0]) == [0, 1]
 
 
 def test_pairs_are_chosen_by_rewards_and_then_by_attempts():

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from agentevo.algorithms.preference import bradley_terry
 from agentevo.config import build_config
-from agentevo.config.rm import RMSection
+from agentevo.config.sft import RMSection
 from agentevo.errors import ConfigError, ModelError, TrainingError
 from agentevo.models.files.save import save_model
 from agentevo.rewards.reward_model import conversation_ids, outputs

@@ -20,7 +20,7 @@ from typing import Any
 
 from agentevo.agents.policy import Policy
 from agentevo.agents.tools.tool import Condensed, ToolSpec
-from agentevo.config.browse import BrowseSection
+from agentevo.config.agents import BrowseSection
 from agentevo.errors import AgentEvoError, storable
 from agentevo.runtime.console import to_stderr
 from agentevo.runtime.event_loop import gather_all, in_thread

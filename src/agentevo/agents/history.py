@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from agentevo.agents.policy import Policy
 from agentevo.agents.tool_format import Tools
-from agentevo.config.context import ContextSection
+from agentevo.config.agents import ContextSection
 from agentevo.errors import RequestTooLongError
 from agentevo.types import Message
 

@@ -57,11 +57,7 @@ def clip_surrogate(
     hyper=(
         *clip_bounds(0.2, 0.2),
         Switch(
-            "dual_clip",
-            0.0,
-            "largest ratio that counts where A < 0",
-            low=1.0,
-            low_allowed=False,
+            "dual_clip", 0.0, "largest ratio that counts where A < 0", low=1.0, low_allowed=False
         ),
     ),
     peers={

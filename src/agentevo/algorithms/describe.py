@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import re
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
-from agentevo.algorithms.entries import AlgorithmEntry, Hyperparameter, Switch, Value
+from agentevo.algorithms.entries import AlgorithmEntry, Hyperparameter, Value
 from agentevo.algorithms.presets import (
     POLICY_PRESETS,
     PREFERENCE_PRESETS,
@@ -109,7 +109,7 @@ def describe(name: str) -> list[str]:
     preset = PRESETS.get(name)
     parts = preset.parts if preset is not None else {}
     return ([_preset_text(preset)] if preset is not None else []) + [
-        _entry_text(key, table[entry_name])
+        "\n".join(_entry_section(f"algorithm.{key}={entry_name}", table[entry_name]))
         for key, table in TABLES.items()
         for entry_name in dict.fromkeys([name, parts.get(key, "")])
         if entry_name in table
@@ -117,40 +117,18 @@ def describe(name: str) -> list[str]:
 
 
 def _preset_text(preset: Preset) -> str:
-    lines = [f"algorithm.name={preset.name}", f"  {preset.meaning}"]
+    lines = [f"### algorithm.name={preset.name}", "", *_wrap(f"{preset.meaning}."), ""]
     for key, (entry, hyper) in resolve_parts(preset.name, {}).items():
-        lines.append(f"  {key:<12} {entry}{_settings_text(hyper)}")
+        lines.append(f"- {key}: {entry}{_settings_text(hyper)}")
 
     if preset.name in PREFERENCE_PRESETS:
-        lines.append(f"  {'pairs':<12} {_pairs_text(preset)}")
-    lines += [f"  other keys   {key}={_value_text(value)}" for key, value in preset.keys.items()]
-    return "\n".join([*lines, f"  source       {preset.source}"])
+        lines.append(f"- pairs: {_pairs_text(preset)}")
+    lines += [f"- {key}: {_value_text(value)}" for key, value in preset.keys.items()]
+    return "\n".join([*lines, f"- source: {preset.source}"])
 
 
 def _pairs_text(preset: Preset) -> str:
     return resolve_preference(preset.name, {}).pairs or "single answers"
-
-
-def _entry_text(key: str, entry: AlgorithmEntry) -> str:
-    lines = [
-        f"algorithm.{key}={entry.name}",
-        f"  {entry.meaning}",
-        f"  formula      {entry.formula}",
-        f"  source       {entry.source}",
-    ]
-    for hyper in entry.hyper:
-        default = (
-            "must be given" if hyper.default is None else f"default {_value_text(hyper.default)}"
-        )
-        lines.append(f"  algorithm.{hyper.name}: {hyper.meaning}; {hyper.range}; {default}")
-
-    if entry.needs:
-        lines.append(
-            f"  needs        {', '.join(f'{need}{_source_text(need)}' for need in entry.needs)}"
-        )
-
-    lines += [f"  {peer:<12} {text}" for peer, text in entry.peers.items()]
-    return "\n".join(lines)
 
 
 def _source_text(need: str) -> str:
@@ -187,7 +165,7 @@ def markdown() -> str:
     for kind, entries in TABLES.items():
         lines += ["", KIND_TEXTS[kind].rstrip()]
         for entry in entries.values():
-            lines += ["", *_entry_section(entry)]
+            lines += ["", *_entry_section(entry.name, entry)]
 
     return "\n".join([*lines, "", FUNCTIONS.read_text(encoding="utf-8")])
 
@@ -207,17 +185,19 @@ def _preset_row(preset: Preset) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _entry_section(entry: AlgorithmEntry) -> list[str]:
+def _entry_section(title: str, entry: AlgorithmEntry) -> list[str]:
     lines = [
-        f"### {entry.name}",
+        f"### {title}",
         "",
         *_wrap(f"{entry.meaning[0].upper()}{entry.meaning[1:]}."),
         "",
-        *_formula_lines(entry.formula),
-        "",
-        *_wrap(f"Source: {entry.source}."),
     ]
+    for equation in re.split(r"(?<=;) ", entry.formula):
+        lines += _wrap(f"    {equation}", indent=" " * 8)
+
+    lines += ["", *_wrap(f"Source: {entry.source}.")]
     bullets = [_hyper_text(hyper) for hyper in entry.hyper]
+    bullets += [f"needs {need}{_source_text(need)}" for need in entry.needs]
     bullets += [f"{peer}: {text}" for peer, text in entry.peers.items()]
     if bullets:
         lines.append("")
@@ -226,66 +206,13 @@ def _entry_section(entry: AlgorithmEntry) -> list[str]:
     return lines
 
 
-def _formula_lines(formula: str) -> list[str]:
-    """A block of code with one equation per line. Long equations are broken at commas."""
-    lines = []
-    for equation in _split_outside_brackets(formula, ";"):
-        line = "   "
-        for clause in _split_outside_brackets(equation, ","):
-            if len(line) + 1 + len(clause) > PAGE_WIDTH and line.strip():
-                lines.append(line)
-                line = " " * 7
-            line = f"{line} {clause}"
-        lines.append(line)
-
-    return lines
-
-
-def _split_outside_brackets(text: str, mark: str) -> list[str]:
-    """Splits the text after each `mark` that is outside all brackets."""
-    parts = [""]
-    depth = 0
-    for word in text.split():
-        parts[-1] = f"{parts[-1]} {word}".strip()
-        depth += sum(word.count(bracket) for bracket in "([{")
-        depth -= sum(word.count(bracket) for bracket in ")]}")
-        if depth == 0 and word.endswith(mark):
-            parts.append("")
-    return [part for part in parts if part]
-
-
 def _hyper_text(hyper: Hyperparameter) -> str:
-    values = _short_range(hyper)
     if hyper.default is None:
-        return f"`{hyper.name}` (required, {values}): {hyper.meaning}"
-    return (
-        f"`{hyper.name}={_value_text(hyper.default)}`{values and f' ({values})'}: {hyper.meaning}"
-    )
-
-
-def _short_range(hyper: Hyperparameter) -> str:
-    """The valid values for the page, shorter than `range`; empty for a switch."""
-    if isinstance(hyper.default, bool):
-        return ""
-    if isinstance(hyper, Switch):
-        return f"> {hyper.low:g}, or 0 for off"
-    if hyper.choices:
-        return ", ".join(hyper.choices)
-
-    if math.isinf(hyper.low):
-        return "" if math.isinf(hyper.high) else f"≤ {hyper.high:g}"
-    if math.isinf(hyper.high):
-        return f"{'≥' if hyper.low_allowed else '>'} {hyper.low:g}"
-    if not hyper.low_allowed:
-        return f"> {hyper.low:g}, ≤ {hyper.high:g}"
-    return f"{hyper.low:g} to {hyper.high:g}"
+        return f"`{hyper.name}` (required, {hyper.range}): {hyper.meaning}"
+    return f"`{hyper.name}={_value_text(hyper.default)}` ({hyper.range}): {hyper.meaning}"
 
 
 def _wrap(text: str, *, indent: str = "", width: int = PAGE_WIDTH) -> list[str]:
     return textwrap.wrap(
-        text,
-        width,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )

@@ -1,4 +1,4 @@
-"""Divergence of the policy from a reference per token, and the controllers of its coefficient.
+"""Divergence of the policy from a reference per token, and the controller of its coefficient.
 
 d = logp - ref_logp, bounded to +-20 (+-10 in float16, where exp overflows beyond it). The bound is
 straight-through: beyond it the value is constant, and the gradient keeps its value at the bound, so
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from agentevo.algorithms.entries import AlgorithmEntry, EntryTable
 from agentevo.algorithms.lazy_torch import torch
@@ -21,7 +21,6 @@ KL = EntryTable("kl", AlgorithmEntry)
 """Each maps d to the estimate, elementwise. In the formulas sg is stop-gradient."""
 
 _SCHULMAN = "Schulman, Approximating KL divergence (2020)"
-_K2_GRADIENT = "with the gradient of k2, which is that of the KL itself under on-policy samples"
 
 
 @KL.entry(
@@ -58,63 +57,33 @@ def k3(d: torch.Tensor) -> torch.Tensor:
 
 
 @KL.entry(
-    name="abs",
-    meaning="absolute log-ratio",
-    formula="|d|",
-    source="verl",
-    peers={"verl": "abs"},
+    name="abs", meaning="absolute log-ratio", formula="|d|", source="verl", peers={"verl": "abs"}
 )
 def absolute(d: torch.Tensor) -> torch.Tensor:
     return d.abs()
 
 
-@KL.entry(
-    name="k1+",
-    meaning=f"the value of k1, {_K2_GRADIENT}",
-    formula="sg(d) + d^2/2 - sg(d^2/2)",
-    source="verl; arXiv 2510.01555",
-    peers={"verl": "k1+"},
-)
-def k1_plus(d: torch.Tensor) -> torch.Tensor:
-    return _with_gradient_of_k2(k1(d), d)
+def _add_with_gradient_of_k2(name: str, formula: str, source: str) -> None:
+    """Adds the estimate `name`+, which has the value of `name` and another gradient."""
+    value_of: Callable[[torch.Tensor], torch.Tensor] = KL[name].function
+
+    @KL.entry(
+        name=f"{name}+",
+        meaning=f"the value of {name}, with the gradient of k2, which is that of the KL itself "
+        "under on-policy samples",
+        formula=formula,
+        source=source,
+        peers={"verl": f"{name}+"},
+    )
+    def estimate(d: torch.Tensor) -> torch.Tensor:
+        half_square = k2(d)
+        return value_of(d).detach() + (half_square - half_square.detach())
 
 
-@KL.entry(
-    name="k2+",
-    meaning=f"the value of k2, {_K2_GRADIENT}",
-    formula="d^2 / 2: the same as k2",
-    source="verl",
-    peers={"verl": "k2+"},
-)
-def k2_plus(d: torch.Tensor) -> torch.Tensor:
-    return _with_gradient_of_k2(k2(d), d)
-
-
-@KL.entry(
-    name="k3+",
-    meaning=f"the value of k3, {_K2_GRADIENT}",
-    formula="sg(exp(-d) - 1 + d) + d^2/2 - sg(d^2/2)",
-    source="verl; arXiv 2510.01555",
-    peers={"verl": "k3+"},
-)
-def k3_plus(d: torch.Tensor) -> torch.Tensor:
-    return _with_gradient_of_k2(k3(d), d)
-
-
-@KL.entry(
-    name="abs+",
-    meaning=f"the value of abs, {_K2_GRADIENT}",
-    formula="sg(|d|) + d^2/2 - sg(d^2/2)",
-    source="verl",
-    peers={"verl": "abs+"},
-)
-def absolute_plus(d: torch.Tensor) -> torch.Tensor:
-    return _with_gradient_of_k2(absolute(d), d)
-
-
-def _with_gradient_of_k2(value: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-    gradient_of = k2(d)
-    return value.detach() + (gradient_of - gradient_of.detach())
+_add_with_gradient_of_k2("k1", "sg(d) + d^2/2 - sg(d^2/2)", "verl; arXiv 2510.01555")
+_add_with_gradient_of_k2("k2", "d^2 / 2: the same as k2", "verl")
+_add_with_gradient_of_k2("k3", "sg(exp(-d) - 1 + d) + d^2/2 - sg(d^2/2)", "verl; arXiv 2510.01555")
+_add_with_gradient_of_k2("abs", "sg(|d|) + d^2/2 - sg(d^2/2)", "verl")
 
 
 def bounded_log_ratio(logp: torch.Tensor, ref_logp: torch.Tensor) -> torch.Tensor:
@@ -155,48 +124,25 @@ def bind_kl(name: str) -> KLEstimate:
     return estimate
 
 
-class KLController(Protocol):
-    """Sets the coefficient of the KL, one update a step."""
-
-    coef: float
-
-    def update(self, kl: float, num_sequences: int) -> None: ...
-    def state_dict(self) -> dict[str, float]: ...
-    def load_state_dict(self, state: Mapping[str, float]) -> None: ...
-
-
-class FixedKL:
-    """A coefficient that never changes."""
-
-    def __init__(self, coef: float) -> None:
-        self.coef = coef
-
-    def update(self, kl: float, num_sequences: int) -> None:
-        """Leaves the coefficient as it is."""
-
-    def state_dict(self) -> dict[str, float]:
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Does nothing: the configured coefficient holds, so that it may be changed on resuming."""
-
-
-class AdaptiveKL:
-    """A coefficient that steers the measured KL towards `target` (arXiv 1909.08593, section 2.2).
+class KLController:
+    """The coefficient of the KL. With a target, it steers the measured KL towards it (arXiv
+    1909.08593, section 2.2); without one it never changes.
 
     coef <- coef (1 + clip(kl/target - 1, -0.2, 0.2) min(n/horizon, 1)) after a step of n sequences.
     The minimum keeps it above 0 for any n.
     """
 
-    def __init__(self, coef: float, target: float, horizon: int) -> None:
+    def __init__(self, coef: float, target: float | None = None, horizon: int = 1) -> None:
         self.coef = coef
         self.target = target
         self.horizon = horizon
 
     def update(self, kl: float, num_sequences: int) -> None:
         """Updates the coefficient; `kl` is the step's mean estimate per token. Raises ValueError if
-        it is not finite or the number of sequences is negative."""
-        if not math.isfinite(kl) or num_sequences < 0:
+        it is not finite."""
+        if self.target is None:
+            return
+        if not math.isfinite(kl):
             raise ValueError(
                 f"kl={kl} over {num_sequences} sequences can't steer the coefficient: leave a "
                 "step without a finite KL out"
@@ -208,4 +154,7 @@ class AdaptiveKL:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.coef = float(state["coef"])
+        """Restores the coefficient. Without a target the configured one holds, so that it may be
+        changed on resuming."""
+        if self.target is not None:
+            self.coef = float(state["coef"])

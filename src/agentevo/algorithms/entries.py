@@ -87,7 +87,7 @@ class Switch(Hyperparameter):
 
     @property
     def range(self) -> str:
-        return f"0 (off) or a number above {self.low:g}"
+        return f"0 for off, or a number above {self.low:g}"
 
     def check(self, entry: str, value: object) -> None:
         """Raises ValueError with the valid range."""

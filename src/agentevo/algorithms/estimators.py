@@ -98,10 +98,7 @@ class Advantage:
 
 
 def bind_advantage(
-    name: str,
-    hyper: Mapping[str, Value],
-    *,
-    function: Callable[[Inputs], Tensor] | None = None,
+    name: str, hyper: Mapping[str, Value], *, function: Callable[[Inputs], Tensor] | None = None
 ) -> Advantage:
     """The estimator of that name; hyper-parameters that are not given are its entry's. Raises
     ValueError for an unknown name, for wrong hyper-parameters, and for FUNCTION without one."""

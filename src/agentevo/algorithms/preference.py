@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, TypeAlias
 
 from agentevo.algorithms.entries import AlgorithmEntry, EntryTable, Hyperparameter, Value
@@ -40,6 +39,7 @@ class PreferenceEntry(AlgorithmEntry):
 
 
 PREFERENCE_LOSSES = EntryTable("preference loss", PreferenceEntry)
+_BETA = Hyperparameter("beta", 0.1, "strength of the pull to the reference", 0.0, low_allowed=False)
 
 
 def _rewards(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -60,9 +60,7 @@ def _rewards(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Te
     source="arXiv 2305.18290, eq. 7; label smoothing s: Mitchell, A note on DPO with noisy "
     "preferences (2023)",
     hyper=(
-        Hyperparameter(
-            "beta", 0.1, "strength of the pull to the reference", 0.0, low_allowed=False
-        ),
+        _BETA,
         Hyperparameter(
             "label_smoothing",
             0.0,
@@ -141,9 +139,7 @@ def ipo(
     "ref_logp, z = max(kl_baseline, 0)",
     source="arXiv 2402.01306, eq. 8",
     hyper=(
-        Hyperparameter(
-            "beta", 0.1, "strength of the pull to the reference", 0.0, low_allowed=False
-        ),
+        _BETA,
         Hyperparameter("desirable_weight", 1.0, "weight of desirable answers", 0.0),
         Hyperparameter("undesirable_weight", 1.0, "weight of undesirable answers", 0.0),
     ),
@@ -305,52 +301,14 @@ SINGLE_ANSWER_LOSSES = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class PreferenceLoss:
-    """A preference loss with its hyper-parameters, checked when it was bound."""
+PreferenceLoss: TypeAlias = Callable[..., PerPair]
+"""(**inputs) -> the mean loss over the answers, a scalar of the log-probs' dtype, and means of
+accuracy, rewards and their margin (none with rft).
 
-    name: str
-    formula: Callable[..., PerPair]
-    needs: tuple[str, ...]
-    """Names of the inputs that the loss needs."""
-    optional: tuple[str, ...]
-
-    def __call__(
-        self, **inputs: torch.Tensor | float
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The mean loss over the answers, a scalar of the log-probs' dtype, and means of accuracy,
-        rewards and their margin (none with rft).
-
-        Inputs are [P] each: summed log-probs of the policy (`*_logp`, `logp`) and of the reference
-        (`ref_*`), token counts (`*_lengths`, at least 1), bools (`desirable`), probabilities
-        (`*_win_prob`, which only sppo uses and which are optional); `kl_baseline` is one number.
-        Inputs that the loss does not use are ignored. Raises ValueError for an input that is
-        missing or has the wrong shape.
-        """
-        missing = [need for need in self.needs if need not in inputs]
-        if missing:
-            raise ValueError(
-                f"preference loss {self.name} needs {', '.join(missing)}: it works on "
-                f"{', '.join(self.needs)}"
-            )
-
-        policy = inputs[self.needs[0]]
-        if not isinstance(policy, torch.Tensor) or policy.dim() != 1:
-            raise ValueError(
-                f"preference loss {self.name}: {self.needs[0]} must be a tensor of shape [pairs], "
-                "one summed log-prob per answer"
-            )
-
-        used = {
-            name: _like(name, value, policy)
-            for name, value in inputs.items()
-            if name in self.needs or name in self.optional
-        }
-        losses, reported = self.formula(**used)
-        count = max(len(losses), 1)
-        return (losses * (1.0 / count)).sum(), {
-            key: value.detach().sum() / count for key, value in reported.items()
-        }
+Inputs are [P] each: summed log-probs of the policy (`*_logp`, `logp`) and of the reference
+(`ref_*`), token counts (`*_lengths`, at least 1), bools (`desirable`), probabilities (`*_win_prob`,
+which only sppo uses and which are optional); `kl_baseline` is one number. Inputs that the loss does
+not use are ignored. Raises ValueError for an input that is missing or has the wrong shape."""
 
 
 def bind_preference_loss(name: str, hyper: Mapping[str, Value]) -> PreferenceLoss:
@@ -358,7 +316,34 @@ def bind_preference_loss(name: str, hyper: Mapping[str, Value]) -> PreferenceLos
     ValueError for an unknown name and for wrong hyper-parameters."""
     settings = PREFERENCE_LOSSES.resolve(name, hyper)
     entry = PREFERENCE_LOSSES[name]
-    return PreferenceLoss(name, partial(entry.function, **settings), entry.needs, entry.optional)
+
+    def loss(**inputs: torch.Tensor | float) -> PerPair:
+        missing = [need for need in entry.needs if need not in inputs]
+        if missing:
+            raise ValueError(
+                f"preference loss {name} needs {', '.join(missing)}: it works on "
+                f"{', '.join(entry.needs)}"
+            )
+
+        policy = inputs[entry.needs[0]]
+        if not isinstance(policy, torch.Tensor) or policy.dim() != 1:
+            raise ValueError(
+                f"preference loss {name}: {entry.needs[0]} must be a tensor of shape [pairs], "
+                "one summed log-prob per answer"
+            )
+
+        used = {
+            key: _like(key, value, policy)
+            for key, value in inputs.items()
+            if key in entry.needs or key in entry.optional
+        }
+        losses, reported = entry.function(**used, **settings)
+        count = max(len(losses), 1)
+        return (losses * (1.0 / count)).sum(), {
+            key: value.detach().sum() / count for key, value in reported.items()
+        }
+
+    return loss
 
 
 def _like(name: str, value: torch.Tensor | float, policy: torch.Tensor) -> torch.Tensor:

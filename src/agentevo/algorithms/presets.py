@@ -224,12 +224,7 @@ PRESETS: Mapping[str, Preset] = {
             "arXiv 2502.01456",
             _policy_parts("prime"),
         ),
-        Preset(
-            "arpo",
-            "RAGEN's StarPO with raw rewards",
-            "arXiv 2504.20073",
-            _policy_parts("raw"),
-        ),
+        Preset("arpo", "RAGEN's StarPO with raw rewards", "arXiv 2504.20073", _policy_parts("raw")),
         Preset(
             "brpo",
             "RAGEN's StarPO with rewards normalised over the batch",

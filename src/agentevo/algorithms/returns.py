@@ -245,11 +245,7 @@ def gae(
     "gamma V_{k+1} - V_k; A_k = delta_k + gamma lam A_{k+1}; returns A_k + V_k; then A = whiten(A)",
     source="GAE, arXiv 1506.02438, eq. 16, on the turns' decision process of StarPO, arXiv "
     "2504.20073",
-    hyper=(
-        _TURN_GAMMA,
-        _LAM,
-        WHITEN,
-    ),
+    hyper=(_TURN_GAMMA, _LAM, WHITEN),
     needs=("values", "turn_ids"),
 )
 def turn_gae(
@@ -327,12 +323,7 @@ def bi_level_gae(
     "the turns of the group, or over its k-th turns; returns R",
     source="step rewards of GRPO with process supervision, DeepSeekMath, arXiv 2402.03300, "
     "section 4.1.3, with a discount per turn",
-    hyper=(
-        _TURN_GAMMA,
-        SCALE_BY_STD,
-        EPSILON,
-        _TURN_BASELINE,
-    ),
+    hyper=(_TURN_GAMMA, SCALE_BY_STD, EPSILON, _TURN_BASELINE),
     needs=("turn_ids",),
     within_group=True,
 )
@@ -357,12 +348,7 @@ def turn_returns(
     formula="R_k = r_k + gamma sum of R over the turns that continue k; A_k = (R_k - mean) / (std "
     "+ epsilon), mean and std over the turns of the group, or over those as deep as k; returns R",
     source="as turn_returns, on trajectories that branch",
-    hyper=(
-        _TURN_GAMMA,
-        SCALE_BY_STD,
-        EPSILON,
-        _TURN_BASELINE,
-    ),
+    hyper=(_TURN_GAMMA, SCALE_BY_STD, EPSILON, _TURN_BASELINE),
     needs=("turn_ids", "turn_parents"),
     within_group=True,
 )
@@ -560,10 +546,7 @@ def otb(inputs: Inputs, stream: TurnStream, *, handle_zero_tail: bool) -> tuple[
     hyper=(
         _GAMMA,
         Hyperparameter(
-            "process_coef",
-            1.0,
-            "weight of the process rewards; the outcome has weight 1",
-            low=0.0,
+            "process_coef", 1.0, "weight of the process rewards; the outcome has weight 1", low=0.0
         ),
         WHITEN,
     ),

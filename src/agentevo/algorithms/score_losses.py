@@ -212,17 +212,10 @@ def minirl_aggregation(hyper: Mapping[str, Any]) -> str:
         ),
         Hyperparameter("clip_low", 0.2, "half-width of the band below 1, before widening", low=0.0),
         Hyperparameter(
-            "clip_high",
-            0.1,
-            "what the band has above 1 beyond clip_low, before widening",
-            low=0.0,
+            "clip_high", 0.1, "what the band has above 1 beyond clip_low, before widening", low=0.0
         ),
         Hyperparameter(
-            "cap_ratio",
-            4.0,
-            "widens the band, unless strict_in_bound",
-            low=0.0,
-            low_allowed=False,
+            "cap_ratio", 4.0, "widens the band, unless strict_in_bound", low=0.0, low_allowed=False
         ),
     ),
     peers={

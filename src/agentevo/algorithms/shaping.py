@@ -11,18 +11,6 @@ import math
 from collections.abc import Hashable, Sequence
 
 
-def _same_length(**columns: Sequence[object]) -> None:
-    if len({len(column) for column in columns.values()}) > 1:
-        lengths = ", ".join(f"{len(column)} {name}" for name, column in columns.items())
-        raise ValueError(f"{lengths}: give one of each per trajectory")
-
-
-def _positive(entry: str, **numbers: float) -> None:
-    for name, number in numbers.items():
-        if not (number > 0 and math.isfinite(number)):
-            raise ValueError(f"{entry}: {name}={number} is not possible: give a number above 0")
-
-
 def soft_overlong(
     rewards: Sequence[float],
     lengths: Sequence[int],
@@ -37,14 +25,6 @@ def soft_overlong(
     Source: DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13 (penalty 1, max_length 20480,
     buffer 4096).
     """
-    _same_length(rewards=rewards, lengths=lengths)
-    _positive("soft_overlong", max_length=max_length, buffer=buffer)
-    if buffer > max_length or not (penalty >= 0 and math.isfinite(penalty)):
-        raise ValueError(
-            f"soft_overlong: buffer={buffer}, penalty={penalty}: give a buffer of at most "
-            f"max_length={max_length}, a penalty at least 0"
-        )
-
     begin = max_length - buffer
     return [
         reward - penalty * min(max((length - begin) / buffer, 0.0), 1.0)
@@ -56,11 +36,6 @@ def linear_length(
     rewards: Sequence[float], lengths: Sequence[int], *, per_token: float
 ) -> list[float]:
     """r - per_token * n."""
-    _same_length(rewards=rewards, lengths=lengths)
-    if not math.isfinite(per_token):
-        raise ValueError(
-            f"linear_length: per_token={per_token} is not possible: give a finite number"
-        )
     return [reward - per_token * length for reward, length in zip(rewards, lengths, strict=True)]
 
 
@@ -83,9 +58,6 @@ def cosine_length(
     max) with the short answer's value as `min`, which would reverse the curve; this is the curve
     that it describes and draws.
     """
-    _same_length(lengths=lengths, successes=successes)
-    _positive("cosine_length", max_length=max_length)
-
     shaped = []
     for length, success in zip(lengths, successes, strict=True):
         short, long = (success_short, success_long) if success else (failure_short, failure_long)
@@ -110,12 +82,6 @@ def relative_length(
     in a group of one) l = 0. Source: Kimi k1.5, arXiv 2501.12599, section 2.3.3 (which leaves the
     weight open and warms it up from 0).
     """
-    _same_length(rewards=rewards, lengths=lengths, successes=successes, group_ids=group_ids)
-    if not (weight >= 0 and math.isfinite(weight)):
-        raise ValueError(
-            f"relative_length: weight={weight} is not possible: give a number at least 0"
-        )
-
     bounds: dict[Hashable, tuple[int, int]] = {}
     for group, length in zip(group_ids, lengths, strict=True):
         shortest, longest = bounds.get(group, (length, length))

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pydantic
 
-from agentevo.config import RunConfig, build_config, sources, to_tree
+from agentevo.config import RunConfig, build_config, config_keys, sources, to_tree
 from agentevo.config.agents import agent_names, agents, takes_policy
 from agentevo.config.imports import OF_YOUR_OWN, check_recipe_of_run, import_all
-from agentevo.config.other_preset import kept_keys
 from agentevo.config.parallel import follows
-from agentevo.config.preset_keys import changed_keys, drop_idle_keys
+from agentevo.config.preset_keys import changed_keys, drop_idle_keys, kept_keys
 from agentevo.config.rewards import Reward, reward_entry
 from agentevo.config.sources import plain_option
 from agentevo.config.tasks import TaskFields
@@ -275,8 +274,10 @@ def resolve(
         name=name,
         needs_environment=agent is None and not has_tasks,
     )
-    if kept_settings := kept_keys(base_tree, overrides, where=name, options=options):
-        warnings.warn("\n".join(kept_settings), stacklevel=3)
+    is_text = config_keys().is_text
+    kept = kept_keys(base_tree, overrides, where=name, is_text=is_text, options=options)
+    if kept:
+        warnings.warn("\n".join(kept), stacklevel=3)
 
     return config, agent
 

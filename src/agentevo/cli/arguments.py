@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from agentevo.errors import ConfigError
-from agentevo.runtime.paths import name_problem
 
 LONGEST_WAIT_S = 86_400.0
 
@@ -25,16 +24,6 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[a.b=c]...", help="Changes to the recipe, such as trainer.steps=10."),
 ]
-
-
-def path_word(word: str | Path) -> Path:
-    """Parser of arguments and options that are paths. Raises ConfigError for a word that can't be a
-    path."""
-    problem = name_problem(str(word))
-    if problem:
-        shown = str(word) if len(str(word)) <= 60 else f"{str(word)[:57]}..."
-        raise ConfigError(f"{shown!r} {problem}")
-    return Path(word)
 
 
 def written_options(context: typer.Context) -> dict[str, str]:
@@ -83,9 +72,7 @@ def seconds(word: str | float) -> float:
 
 RunDir = Annotated[
     Path,
-    typer.Argument(
-        metavar="RUN_DIR", parser=path_word, help="The folder of a run, such as runs/coins."
-    ),
+    typer.Argument(metavar="RUN_DIR", help="The folder of a run, such as runs/coins."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
 Wait = Annotated[
@@ -110,11 +97,12 @@ DryRun = Annotated[
 def warn_of_kept_keys(recipe: str, overrides: list[str]) -> None:
     """Warns of values that the recipe sets and that therefore override those of a preset that the
     command line chooses."""
-    from agentevo.config import sources
-    from agentevo.config.other_preset import kept_keys
+    from agentevo.config import config_keys, sources
+    from agentevo.config.preset_keys import kept_keys
 
     path = sources.find_recipe(recipe)
-    for line in kept_keys(sources.read_yaml(path), overrides, where=str(path)):
+    tree = sources.read_yaml(path)
+    for line in kept_keys(tree, overrides, where=str(path), is_text=config_keys().is_text):
         print(f"warning: {line}", file=sys.stderr)
 
 
@@ -124,7 +112,8 @@ Host = Annotated[
 Tls = Annotated[
     bool | None,
     typer.Option(
-        help="Encrypt with a self-signed certificate. Default: on, unless --host is this machine."
+        help="Encrypt with a self-signed certificate, a run's own. Default: on, unless --host is "
+        "this machine."
     ),
 ]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="The port. 0 chooses a free one.")]

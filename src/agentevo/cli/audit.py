@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from agentevo.cli.arguments import RunDir, Wait, refuse_options
+from agentevo.cli.printing import print_table
 from agentevo.errors import ConfigError
 
 STORE_TIMEOUT_S = 3600.0
@@ -95,7 +95,7 @@ def audit(
             wait_s=wait,
             read_only=True,
         )
-        print(msgspec.json.encode(history).decode()) if as_json else _print(history.lines())
+        print(msgspec.json.encode(history).decode()) if as_json else print_table(history.lines())
         return
 
     from agentevo.runs.audit.audit import audit as prove
@@ -114,7 +114,7 @@ def audit(
             ).decode()
         )
     else:
-        _print(report.lines(dropped=dropped))
+        print_table(report.lines(dropped=dropped))
         for violation in report.violations:
             print(f"violation: {violation}", file=sys.stderr)
 
@@ -159,10 +159,3 @@ def _place(token: str) -> tuple[str, int, int]:
             f"--token {token}: write TRAJECTORY:TURN:POSITION, such as train-3/train@1#0:0:2"
         )
     return parts[0], int(parts[1]), int(parts[2])
-
-
-def _print(rows: Iterable[tuple[str, str]]) -> None:
-    rows = list(rows)
-    width = max(len(name) for name, _ in rows)
-    for name, text in rows:
-        print(f"{name:<{width}}  {text}".rstrip())

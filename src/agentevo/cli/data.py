@@ -3,14 +3,13 @@ of tasks in other forms, of known data sets, and of an environment's solver."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from agentevo.cli.arguments import Overrides, path_word
+from agentevo.cli.arguments import Overrides
 from agentevo.cli.printing import tell_of_rows
 from agentevo.errors import ConfigError
 
@@ -19,9 +18,7 @@ data = typer.Typer(
 )
 Out = Annotated[
     Path,
-    typer.Argument(
-        parser=path_word, metavar="OUT", help="The file to write: .jsonl[.gz] or .parquet."
-    ),
+    typer.Argument(metavar="OUT", help="The file to write: .jsonl[.gz] or .parquet."),
 ]
 CONVERSATIONS = "conversations"
 """What logs and traces are converted into."""
@@ -128,7 +125,7 @@ Prepared = Annotated[
 ]
 PreparedFolder = Annotated[
     Path,
-    typer.Argument(parser=path_word, metavar="FOLDER", help="The folder for the files."),
+    typer.Argument(metavar="FOLDER", help="The folder for the files."),
 ]
 Shown = Annotated[
     int,
@@ -243,16 +240,13 @@ def _prepare_lesson(
     from agentevo.agents.tool_servers.lessons import LESSONS
     from agentevo.agents.tool_servers.lessons.writing import write_lesson
     from agentevo.runtime.console import to_stderr
+    from agentevo.runtime.paths import check_new_folder
 
     if tool not in LESSONS:
         raise ConfigError(f"data prepare lesson/{tool}: there are {', '.join(sorted(LESSONS))}")
 
     held_out = min(max(1, round(count * eval_share)), count - 1)
-    if not os.path.isdir(folder) and any(map(os.path.exists, (folder, folder.parent))):
-        above = folder if os.path.exists(folder) else folder.parent
-        if not os.path.isdir(above):
-            raise ConfigError(f"{above} is a file: give a folder")
-
+    check_new_folder(folder, "FOLDER")
     write_lesson(tool, folder, count=count - held_out, held_out=held_out, shown=shown, seed=seed)
     trained = count - held_out
     to_stderr(

@@ -8,7 +8,6 @@ what does not is left behind.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 from contextlib import suppress
@@ -17,23 +16,13 @@ from agentevo.runtime.console import to_stderr
 
 ENDING_S = 5.0
 """How long Python may take to end."""
-START_S = 10.0
-"""How long a thread may take to start."""
 
 
 def end_soon(code: int) -> None:
-    """Ends the process with this exit code if it has not ended by itself within ENDING_S. Called in
-    the main thread."""
+    """Ends the process with this exit code if it has not ended by itself within ENDING_S."""
     timer = threading.Timer(ENDING_S, _leave, (code,))
     timer.daemon = True
-    # Without memory, a thread may end before it has started, and `start` then waits forever.
-    signal.signal(signal.SIGALRM, lambda *_: _exit_now(code))
-    try:
-        signal.setitimer(signal.ITIMER_REAL, START_S)
-        timer.start()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    except (RuntimeError, MemoryError):
-        _exit_now(code)
+    timer.start()
 
 
 def _leave(code: int) -> None:
@@ -54,10 +43,6 @@ def _leave(code: int) -> None:
             f"started still ran {ENDING_S:g} s later: it ends with the process"
         )
 
-    _exit_now(code)
-
-
-def _exit_now(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

@@ -9,14 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from agentevo.cli.arguments import Overrides, path_word, refuse_options, written_options
+from agentevo.cli.arguments import Overrides, refuse_options, written_options
 from agentevo.cli.printing import print_note
 from agentevo.errors import ConfigError
 
 Out = Annotated[
     Path | None,
     typer.Option(
-        parser=path_word,
         metavar="FOLDER",
         help="A folder for the results, one line per attempt. By default nothing is stored.",
     ),
@@ -118,7 +117,7 @@ def evaluate(
     if rescore:
         reason = "is for playing, and --rescore does not play: leave it out"
         refuse_options(context, reason, allowed=("rescore", "out", "as_json"))
-        _rescore(path_word(target), overrides or [], out, as_json)
+        _rescore(Path(target), overrides or [], out, as_json)
         return
 
     if not (written_options(context).keys() - {"checkpoint"}) and _is_plain(target):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentevo.cli.arguments import Overrides, Recipe, path_word
+from agentevo.cli.arguments import Overrides, Recipe
 from agentevo.cli.printing import print_note
 from agentevo.errors import AgentEvoError, ConfigError
 
@@ -21,16 +21,13 @@ Rows = Annotated[
     typer.Option(
         "--rows",
         metavar="FILE.jsonl",
-        parser=path_word,
         help="Attempts with known results: rows with messages, truth (or label) and task_id. "
         "`agentevo trajectories export RUN FILE --annotations judge` writes such rows.",
     ),
 ]
 Run = Annotated[
     Path | None,
-    typer.Option(
-        "--run", metavar="RUN_DIR", parser=path_word, help="A run whose rewards are the truth."
-    ),
+    typer.Option("--run", metavar="RUN_DIR", help="A run whose rewards are the truth."),
 ]
 Truth = Annotated[
     str,
@@ -59,7 +56,7 @@ def judge(
     ] = "",
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE.json", parser=path_word, help="The report file."),
+        typer.Option("--out", metavar="FILE.json", help="The report file."),
     ] = None,
 ) -> None:
     """Measure how often a recipe's judge agrees with the truth, and its bias for position, length

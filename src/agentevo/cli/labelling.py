@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from agentevo.store import Store, TrajectorySummary
     from agentevo.types import Trajectory
 
-T = TypeVar("T")
+T = TypeVar("T", str, tuple[str, str])
 HELP = "r right, w wrong, e edit the last reply, n note, s skip, u undo, q quit"
 PAIR_HELP = "1 or 2 is better, s skip (neither), u undo, q quit"
 LONGEST_SHOWN = 6000
@@ -95,9 +95,9 @@ def annotate(
 
     session = _LabellingSession(folder, name, attempt)
     if pairs:
-        session.ask_pairs(pairs_to_compare(summaries, annotations)[:limit])
+        session.ask_each(pairs_to_compare(summaries, annotations)[:limit], session.ask_pair)
     else:
-        session.ask_attempts(attempts_to_label(summaries, annotations)[:limit])
+        session.ask_each(attempts_to_label(summaries, annotations)[:limit], session.ask_attempt)
 
     num_kept = session.num_kept
     answers = "answer" if num_kept == 1 else "answers"
@@ -128,29 +128,9 @@ class _LabellingSession:
         self._attempt = attempt
         self.num_kept = 0
 
-    def ask_attempts(self, names: Sequence[str]) -> None:
-        """One after the other, until the last, `q`, or the end of stdin."""
-        from agentevo.runs.folder.labelling import annotation_of
-
-        def take_back(name: str) -> None:
-            self._keep(annotation_of(self._attempt(name), **self._signature()))
-
-        self._ask_each(names, self._ask_attempt, take_back)
-
-    def ask_pairs(self, pairs: Sequence[tuple[str, str]]) -> None:
-        """Asks which of two attempts is better, for each pair."""
-        from agentevo.runs.folder.labelling import preference_of
-
-        def take_back(pair: tuple[str, str]) -> None:
-            first, second = map(self._attempt, pair)
-            self._keep(preference_of("", first, second, **self._signature()))
-
-        self._ask_each(pairs, self._ask_pair, take_back)
-
-    def _ask_each(
-        self, items: Sequence[T], ask: Callable[[T, str], str], take_back: Callable[[T], None]
-    ) -> None:
-        """`ask` gives `kept`, or one of the words s, u and q."""
+    def ask_each(self, items: Sequence[T], ask: Callable[[T, str], str]) -> None:
+        """Asks about one item after the other, until the last, `q`, or the end of stdin. `ask`
+        gives `kept`, or one of the words s, u and q."""
         place = 0
         answered = list[int]()
         while place < len(items):
@@ -158,20 +138,25 @@ class _LabellingSession:
             if outcome == "q":
                 return
 
-            if outcome == "u":
-                if answered:
-                    place = answered.pop()
-                    take_back(items[place])
-                else:
-                    print("there is nothing to undo")
-                continue
+            if outcome == "u" and not answered:
+                print("there is nothing to undo")
+            elif outcome == "u":
+                place = answered.pop()
+                self._take_back(items[place])
+            else:
+                answered += [place] if outcome == "kept" else []
+                place += 1
 
-            if outcome == "kept":
-                answered.append(place)
+    def _take_back(self, item: str | tuple[str, str]) -> None:
+        from agentevo.runs.folder.labelling import annotation_of, preference_of
 
-            place += 1
+        if isinstance(item, str):
+            self._keep(annotation_of(self._attempt(item), **self._signature()))
+        else:
+            first, second = map(self._attempt, item)
+            self._keep(preference_of("", first, second, **self._signature()))
 
-    def _ask_attempt(self, name: str, heading: str) -> str:
+    def ask_attempt(self, name: str, heading: str) -> str:
         trajectory = self._attempt(name)
         _show(trajectory, heading)
 
@@ -199,13 +184,9 @@ class _LabellingSession:
         from agentevo.runs.folder.labelling import annotation_of
 
         letter, _, rest = word.partition(" ")
-        verdict = ""
-        note = ""
-        reply = None
-        if before is not None:
-            verdict = before.verdict
-            note = before.note
-            reply = before.reply
+        verdict = "" if before is None else before.verdict
+        note = "" if before is None else before.note
+        reply = None if before is None else before.reply
 
         if letter in ("r", "right", "w", "wrong"):
             verdict = "right" if letter[0] == "r" else "wrong"
@@ -227,7 +208,7 @@ class _LabellingSession:
 
         return annotation if annotation.says_something else None
 
-    def _ask_pair(self, pair: tuple[str, str], heading: str) -> str:
+    def ask_pair(self, pair: tuple[str, str], heading: str) -> str:
         from agentevo.runs.folder.labelling import preference_of
 
         first, second = map(self._attempt, pair)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from agentevo.cli.arguments import Overrides, Recipe, path_word, plain_options
+from agentevo.cli.arguments import Overrides, Recipe, plain_options
 from agentevo.errors import ConfigError, UnknownNameError
 
 Set = Annotated[
@@ -23,13 +23,12 @@ Values = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        parser=path_word,
         help="The same settings as a YAML file; --set overrides them.",
     ),
 ]
 Out = Annotated[
     Path,
-    typer.Option(metavar="FOLDER", parser=path_word, help="The folder for the files."),
+    typer.Option(metavar="FOLDER", help="The folder for the files."),
 ]
 Submit = Annotated[bool, typer.Option("--submit", help="Submit the job immediately.")]
 
@@ -81,9 +80,7 @@ def launch(
 def node(
     nodes: Annotated[
         Path,
-        typer.Argument(
-            metavar="NODES_YAML", parser=path_word, help="The nodes.yaml of a launch's folder."
-        ),
+        typer.Argument(metavar="NODES_YAML", help="The nodes.yaml of a launch's folder."),
     ],
     rank: Annotated[int, typer.Option(help="The number of this machine's node, from 0.")],
     head: Annotated[
@@ -109,7 +106,6 @@ def own(
         Path,
         typer.Argument(
             metavar="NODES_YAML",
-            parser=path_word,
             help="The nodes.yaml in the folder of `launch --on ray`.",
         ),
     ],

@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 
 Row = tuple[str, str]
 
 
-def environments() -> list[Row]:
-    from agentevo.environments import environments as registry
-
-    return [
-        (name, _first_paragraph(inspect.getdoc(registry.get(name)) or ""))
-        for name in registry.names()
-    ]
+def registered(module: str, name: str) -> list[Row]:
+    """Every name of the registry `name` of the module, with the first paragraph of its object's
+    docstring."""
+    registry = getattr(import_module(module), name)
+    return [(item, _first_paragraph(registry.get(item))) for item in registry.names()]
 
 
 def agents() -> list[Row]:
@@ -26,27 +26,7 @@ def agents() -> list[Row]:
     from agentevo.config.agents import agents as registry
 
     return [
-        (name, _first_paragraph(inspect.getdoc(SECTIONS.get(name) or registry.get(name)) or ""))
-        for name in agent_names()
-    ]
-
-
-def tools() -> list[Row]:
-    """Registered functions and classes."""
-    from agentevo.config.tools import tools as registry
-
-    return [
-        (name, _first_paragraph(inspect.getdoc(registry.get(name)) or ""))
-        for name in registry.names()
-    ]
-
-
-def rewards() -> list[Row]:
-    from agentevo.rewards import rewards as registry
-
-    return [
-        (name, _first_paragraph(inspect.getdoc(registry.get(name)) or ""))
-        for name in registry.names()
+        (name, _first_paragraph(SECTIONS.get(name) or registry.get(name))) for name in agent_names()
     ]
 
 
@@ -75,13 +55,8 @@ def models() -> list[Row]:
     ]
     for name in known_models.names():
         model = known_models.get(name)
-        rows.append(
-            (
-                name,
-                f"{model.summary} "
-                f"({'here' if is_complete(model, cache_folder(name)) else 'not downloaded yet'})",
-            )
-        )
+        is_here = is_complete(model, cache_folder(name))
+        rows.append((name, f"{model.summary} ({'here' if is_here else 'not downloaded yet'})"))
 
     return rows
 
@@ -94,27 +69,11 @@ def recipes() -> list[Row]:
 
     rows = []
     for name, path in packaged_recipes().items():
-        about = first_comment(path)
         sweep = load_sweep(name)
-        rows.append(
-            (
-                name,
-                about
-                if sweep is None
-                else f"{about} (a sweep of {len(sweep.members)} runs)".lstrip(),
-            )
-        )
+        runs = "" if sweep is None else f" (a sweep of {len(sweep.members)} runs)"
+        rows.append((name, f"{first_comment(path)}{runs}".lstrip()))
 
     return rows
-
-
-def engines() -> list[Row]:
-    from agentevo.inference.engines import engines as registry
-
-    return [
-        (name, _first_paragraph(inspect.getdoc(registry.get(name)) or ""))
-        for name in registry.names()
-    ]
 
 
 def transports() -> list[Row]:
@@ -139,38 +98,23 @@ def stores() -> list[Row]:
 
 
 def sandboxes() -> list[Row]:
-    from agentevo.environments.sandbox import sandboxes as registry
-
     auto = ("auto", "the first of bubblewrap and landlock that works on this machine")
-    kinds = [
-        (name, _first_paragraph(inspect.getdoc(registry.get(name)) or ""))
-        for name in registry.names()
-    ]
-    return [auto, *kinds]
-
-
-def trackers() -> list[Row]:
-    from agentevo.observability.trackers import trackers as registry
-
-    return [
-        (name, _first_paragraph(inspect.getdoc(registry.get(name)) or ""))
-        for name in registry.names()
-    ]
+    return [auto, *registered("agentevo.environments.sandbox", "sandboxes")]
 
 
 LISTS: Mapping[str, Callable[[], list[Row]]] = {
-    "environments": environments,
+    "environments": partial(registered, "agentevo.environments", "environments"),
     "agents": agents,
-    "tools": tools,
-    "rewards": rewards,
+    "tools": partial(registered, "agentevo.config.tools", "tools"),
+    "rewards": partial(registered, "agentevo.rewards", "rewards"),
     "algorithms": algorithms,
     "models": models,
     "recipes": recipes,
-    "engines": engines,
+    "engines": partial(registered, "agentevo.inference.engines", "engines"),
     "transports": transports,
     "stores": stores,
     "sandboxes": sandboxes,
-    "trackers": trackers,
+    "trackers": partial(registered, "agentevo.observability.trackers", "trackers"),
 }
 KINDS: Mapping[str, str] = {
     "environments": "what is played: environment.type",
@@ -196,5 +140,6 @@ def first_comment(path: Path) -> str:
     return " ".join(takewhile(bool, comment))
 
 
-def _first_paragraph(text: str) -> str:
-    return " ".join(text.strip().partition("\n\n")[0].split())
+def _first_paragraph(item: object) -> str:
+    """The first paragraph of an object's docstring, on one line."""
+    return " ".join((inspect.getdoc(item) or "").strip().partition("\n\n")[0].split())

@@ -34,7 +34,6 @@ from agentevo.cli import (
     data,
     doctor,
     evaluation,
-    init,
     judge,
     labelling,
     launch,
@@ -42,7 +41,6 @@ from agentevo.cli import (
     processes,
     report,
     sandbox,
-    server,
     store,
     tools,
     top,
@@ -50,7 +48,6 @@ from agentevo.cli import (
     trajectories,
 )
 from agentevo.cli.ending import end_soon
-from agentevo.cli.memory_limit import memory_problem
 from agentevo.cli.packages import package_modules
 from agentevo.cli.printing import first_sentence
 from agentevo.cli.topics import Topic
@@ -69,7 +66,15 @@ LONGEST_WORD = 100_000
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 """What typer raises for words that fit no command."""
 
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+_DISK_ERRORS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.ENAMETOOLONG,
+}
 
 
 class TopicalGroup(TyperGroup):
@@ -106,13 +111,11 @@ app.command(rich_help_panel=Topic.START)(train.train)
 app.command("eval", rich_help_panel=Topic.START)(evaluation.evaluate)
 app.command(rich_help_panel=Topic.START)(processes.serve)
 
-app.command(rich_help_panel=Topic.RECIPES)(init.init)
 app.command(rich_help_panel=Topic.RECIPES)(doctor.doctor)
 app.command(rich_help_panel=Topic.RECIPES)(names.config)
-app.add_typer(names.models, name="models", rich_help_panel=Topic.RECIPES)
+app.command(rich_help_panel=Topic.RECIPES)(names.models)
 
 app.command(rich_help_panel=Topic.TRAINING)(train.sft)
-app.command(rich_help_panel=Topic.TRAINING)(server.server)
 
 app.command(rich_help_panel=Topic.RUNS)(top.top)
 app.command(rich_help_panel=Topic.RUNS)(control.control)
@@ -132,7 +135,6 @@ app.command(rich_help_panel=Topic.TASKS)(sandbox.sandbox)
 app.command(rich_help_panel=Topic.MACHINES)(launch.launch)
 app.command(rich_help_panel=Topic.MACHINES)(processes.learn)
 app.command(rich_help_panel=Topic.MACHINES)(processes.sample)
-app.command(rich_help_panel=Topic.MACHINES)(processes.gateway)
 app.command("launch-node", hidden=True)(launch.node)
 app.command("launch-own", hidden=True)(launch.own)
 
@@ -166,13 +168,14 @@ def _run(words: list[str]) -> int:
         return _fail(str(error), 2)
     except AgentEvoError as error:
         return _fail(str(error), 1)
-    except (MemoryError, OSError, ImportError, RuntimeError) as error:
-        if problem := memory_problem(error):
-            return _fail(problem, 1)
-        if not isinstance(error, OSError) or error.errno not in _DISK_ERRORS:
+    except MemoryError:
+        return _fail("memory has run out: free some, or use a machine with more", 1)
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
             raise
         where = error.filename or "a file"
-        return _fail(f"{where} could not be written or read ({error.strerror})", 1)
+        code = 2 if error.errno == errno.ENAMETOOLONG else 1
+        return _fail(f"{where} could not be written or read ({error.strerror})", code)
     except _UsageError as error:
         return _usage_problem(error)
     except SystemExit as exit_request:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentevo.cli.arguments import Overrides, path_word, refuse_options, warn_of_kept_keys
+from agentevo.cli.arguments import Overrides, refuse_options, warn_of_kept_keys
 from agentevo.cli.printing import first_sentence, print_note, print_table
 from agentevo.errors import ConfigError, UnknownNameError
 from agentevo.runtime.progress import bar
@@ -35,7 +36,8 @@ MAIN_KEYS = {
 }
 """The fifteen keys that a beginner meets, by topic."""
 
-models = typer.Typer(no_args_is_help=True, help="Download, merge and publish models.")
+MARK = "# yours"
+"""Stands behind a line of a recipe that is to be changed."""
 
 
 def list_names(
@@ -76,63 +78,65 @@ def list_names(
     print_table(lists[kind]())
 
 
-@models.command("get")
-def get_model(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A known model, or a Hub name ORG/NAME.")
-    ],
-) -> None:
-    """Download a model, so that training needs no network."""
-    from agentevo.models.files.resolve import fetch
-
-    print(fetch(name, progress=print_note))
-
-
-@models.command("push")
-def push_model(
+def models(
+    context: typer.Context,
     source: Annotated[
         str,
         typer.Argument(
-            metavar="RUN|CHECKPOINT",
-            help="A run (its best checkpoint), RUN@last, RUN@STEP, or the folder of a model or "
-            "adapter.",
+            metavar="NAME|RUN|CHECKPOINT",
+            help="A known model, or a Hub name ORG/NAME. With --merge or --push: a run (its best "
+            "checkpoint), RUN@last, RUN@STEP, or the folder of a model or adapter.",
         ),
     ],
-    repo: Annotated[str, typer.Argument(metavar="REPO", help="ORG/NAME on the Hugging Face Hub.")],
-    public: Annotated[
-        bool, typer.Option("--public", help="Make a new repository public instead of private.")
-    ] = False,
-) -> None:
-    """Publish a checkpoint or adapter with a model card on the Hugging Face Hub. Uses HF_TOKEN or
-    `hf auth login`, and prints the commit's URL."""
-    from agentevo.runs.folder.hub_upload import push_to_hub
-
-    print(push_to_hub(source, repo, private=not public, note=print_note))
-
-
-@models.command("merge")
-def merge_model(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            parser=path_word,
-            metavar="CHECKPOINT|RUN_DIR",
-            help="The folder of an adapter, or of a run (uses its best checkpoint).",
+    merge: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Merge an adapter (model.lora) into its base model, in this new folder.",
         ),
-    ],
-    out: Annotated[
-        Path,
-        typer.Argument(parser=path_word, metavar="OUT", help="The folder for the merged model."),
-    ],
+    ] = None,
     base: Annotated[
         str,
         typer.Option(
             metavar="MODEL",
-            help="The base model, a name or a folder, if it has moved since training.",
+            help="With --merge: the base model, a name or folder, if it has moved since training.",
         ),
     ] = "",
+    push: Annotated[
+        str,
+        typer.Option(
+            metavar="ORG/NAME",
+            help="Publish with a model card in this repository of the Hugging Face Hub. Uses "
+            "HF_TOKEN or `hf auth login`, and prints the commit's URL.",
+        ),
+    ] = "",
+    public: Annotated[
+        bool,
+        typer.Option("--public", help="With --push: make a new repository public, not private."),
+    ] = False,
 ) -> None:
-    """Merge an adapter (model.lora) into its base model."""
+    """Download a model, so that training needs no network; merge an adapter into its base model
+    (--merge); or publish a checkpoint (--push)."""
+    if merge is None:
+        refuse_options(context, "is for --merge: add it", ("base",))
+    if not push:
+        refuse_options(context, "is for --push: add it", ("public",))
+    if merge is not None and push:
+        raise ConfigError("--merge and --push: merge first, then push the merged folder")
+
+    if push:
+        from agentevo.runs.folder.hub_upload import push_to_hub
+
+        print(push_to_hub(source, push, private=not public, note=print_note))
+    elif merge is not None:
+        print(_merge(Path(source), merge, base or None))
+    else:
+        from agentevo.models.files.resolve import fetch
+
+        print(fetch(source, progress=print_note))
+
+
+def _merge(source: Path, out: Path, base: str | None) -> Path:
     from agentevo.runs.folder.run_folder import UNSCORED, is_run_folder, run_config
 
     if is_run_folder(source):
@@ -142,10 +146,8 @@ def merge_model(
 
     from agentevo.models.files.merge import merge_adapter
 
-    with bar("merge"):
-        merged = merge_adapter(source, out, base or None)
-
-    print(merged)
+    with bar("models --merge"):
+        return merge_adapter(source, out, base)
 
 
 def config(
@@ -163,6 +165,14 @@ def config(
         bool,
         typer.Option("--changed", help="Of a recipe, print only what differs from the defaults."),
     ] = False,
+    copy: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Instead, copy a packaged recipe into this new folder, and say which lines to "
+            "change (docs/first_job.md).",
+        ),
+    ] = None,
     recipe: Annotated[
         str,
         typer.Option(
@@ -177,10 +187,13 @@ def config(
 
     if word.endswith((".yaml", ".yml")) or "/" in word or word in recipe_names():
         refuse_options(context, "is for a key: leave it out for a recipe", ("recipe",))
+        if copy is not None:
+            _copy_recipe(word, copy)
+            return
         _show_config(word, overrides or [], changed)
         return
 
-    refuse_options(context, "is for a recipe: leave it out for a key", ("changed",))
+    refuse_options(context, "is for a recipe: leave it out for a key", ("changed", "copy"))
     if overrides:
         raise ConfigError(f"{overrides[0]}: changes are for a recipe, and {word} is none")
     _explain(word, recipe)
@@ -194,11 +207,42 @@ def _show_config(recipe: str, overrides: list[str], changed: bool) -> None:
     print(changed_to_yaml(resolved) if changed else to_yaml(resolved), end="")
 
 
+def _copy_recipe(recipe: str, folder: Path) -> None:
+    from agentevo.config.sources import packaged_recipes
+    from agentevo.runtime.files import must_write
+    from agentevo.runtime.paths import check_new_folder
+
+    recipes = packaged_recipes()
+    if recipe not in recipes:
+        raise UnknownNameError(
+            f"no packaged recipe is called {recipe!r}: choose one of {', '.join(recipes)}"
+        )
+
+    check_new_folder(folder, "--copy")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there already, and not empty: give another --copy")
+
+    source = recipes[recipe]
+    written = folder / source.name
+    with must_write(folder, "give another --copy"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in sorted(source.parent.iterdir()):
+            if file == source or file.suffix in (".py", ".jsonl"):
+                shutil.copyfile(file, folder / file.name)
+
+    lines = written.read_text(encoding="utf-8").splitlines()
+    marked = [(number, line) for number, line in enumerate(lines, 1) if MARK in line]
+    print(f"{written} is ready; check it with: agentevo train {written} --dry-run")
+    if marked:
+        print("lines to change:")
+    for number, line in marked:
+        print(f"  {written}:{number}: {line.strip()}")
+
+
 def _explain(key: str, recipe: str) -> None:
     from agentevo.algorithms.describe import describe
     from agentevo.config.imports import import_for
     from agentevo.config.sweep import recipe_keys
-    from agentevo.config.tool_list import PLACE, explain_tools
 
     if recipe:
         import_for(recipe)
@@ -216,12 +260,7 @@ def _explain(key: str, recipe: str) -> None:
         print("\n\n".join(texts))
         return
 
-    if f"{key}.".startswith(f"{PLACE}.") and (key == PLACE or key not in keys.names()):
-        explained = explain_tools(key)
-    else:
-        explained = keys.explain(key)
-
-    print("\n\n".join(_explanation_text(explanation) for explanation in explained))
+    print("\n\n".join(_explanation_text(explanation) for explanation in keys.explain(key)))
 
 
 def _print_overview(keys: ConfigKeys) -> None:
@@ -244,17 +283,13 @@ def _print_overview(keys: ConfigKeys) -> None:
 
 def _explanation_text(explanation: Explanation) -> str:
     from agentevo.config.keys import LISTS
-    from agentevo.config.tool_list import PLACE
 
     heading = explanation.key
-    section = explanation.key.split(".")[0]
-    if explanation.option_of and heading.startswith(f"{PLACE}."):
-        heading += f" (with type: {', '.join(explanation.option_of)})"
-    elif explanation.option_of:
-        listed = next(
-            (list_name for list_name in LISTS if heading.startswith(f"{list_name}.")), None
-        )
-        chooser = f"{listed}.name" if listed else f"{section}.type"
+    if explanation.option_of:
+        choosers = [
+            f"{name}.{key}" for name, key in LISTS.items() if heading.startswith(f"{name}.")
+        ]
+        chooser = choosers[0] if choosers else f"{heading.split('.')[0]}.type"
         heading += f" (with {chooser}={', '.join(explanation.option_of)})"
 
     lines = [heading, f"  {explanation.meaning}"]

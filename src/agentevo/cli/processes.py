@@ -1,5 +1,5 @@
-"""The commands that run the parts of a run as processes of their own: `learn`, `sample` and
-`serve`."""
+"""The commands that run the parts of a run as processes of their own, and what other machines
+reach: `learn`, `sample` and `serve`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentevo.cli.arguments import DryRun, Overrides, Port, Recipe
+from agentevo.cli.arguments import (
+    DryRun,
+    Host,
+    Overrides,
+    Port,
+    Recipe,
+    Tls,
+)
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentevo.config import RunConfig
 
-Tls = Annotated[
-    bool | None,
-    typer.Option(
-        help="Encrypt with the run's certificate. Default: on, unless --host is this machine."
-    ),
-]
 Engines = Annotated[
     list[str] | None,
     typer.Option(
@@ -96,32 +97,13 @@ def sample(
     run_sampler(config, name=name or None, engines=engine or (), parent=parent or None)
 
 
-def gateway(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    host: Annotated[
-        str,
-        typer.Option(help="The address to listen on. 0.0.0.0 accepts agents on other machines."),
-    ] = "127.0.0.1",
-    port: Port = 0,
-    tls: Tls = None,
-    engine: Engines = None,
-) -> None:
-    """Serve a recipe's engines to agents that run elsewhere: they open sessions, report rewards,
-    and `agentevo learn` trains on them."""
-    config = _load_part(recipe, overrides)
-    from agentevo.runs.processes.gateway import run_gateway
-
-    run_gateway(config, host=host, port=port, tls=tls, engines=engine or ())
-
-
 def serve(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="RECIPE|RUN_DIR",
+            metavar="RECIPE|RUN_DIR|FOLDER",
             help="The recipe of a run. With --openai: a run's folder, RUN@STEP, or a .yaml file "
-            "whose model to serve.",
+            "whose model to serve. With --training: the folder of the models, one subfolder each.",
         ),
     ],
     overrides: Overrides = None,
@@ -132,6 +114,22 @@ def serve(
             help="Serve a trained model through OpenAI's and Anthropic's APIs.",
         ),
     ] = False,
+    gateway: Annotated[
+        bool,
+        typer.Option(
+            "--gateway",
+            help="Serve a recipe's engines to agents that run elsewhere: they open sessions and "
+            "report rewards, and `agentevo learn` trains on them.",
+        ),
+    ] = False,
+    training: Annotated[
+        bool,
+        typer.Option(
+            "--training",
+            help="Serve training to programs on other machines that run their own loop with "
+            "agentevo.Client (docs/loop.md).",
+        ),
+    ] = False,
     checkpoint: Annotated[
         str,
         typer.Option(
@@ -139,10 +137,7 @@ def serve(
             help="With --openai: the checkpoint. Default: the best one, or the .yaml file's model.",
         ),
     ] = "",
-    host: Annotated[
-        str,
-        typer.Option(help="The address to listen on. 0.0.0.0 accepts other machines."),
-    ] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Port = 0,
     tls: Tls = None,
     name: Annotated[
@@ -152,21 +147,55 @@ def serve(
             "from machine and process, or the run's folder."
         ),
     ] = "",
+    engine: Engines = None,
+    max_models: Annotated[
+        int,
+        typer.Option(
+            min=1, help="With --training: the most models that can be open at the same time."
+        ),
+    ] = 1,
     parent: Parent = 0,
 ) -> None:
-    """Serve a trained model through OpenAI's and Anthropic's APIs (--openai), or run only an engine
-    of a recipe for `agentevo sample`."""
-    if openai:
-        _serve_trained(target, overrides or [], checkpoint, host, port, tls, name)
-        return
-
-    if checkpoint:
+    """Serve a trained model through OpenAI's and Anthropic's APIs (--openai), a run's engines to
+    agents elsewhere (--gateway) or training to programs elsewhere (--training). Without these, run
+    only an engine of a recipe for `agentevo sample`."""
+    if openai + gateway + training > 1:
+        raise ConfigError("--openai, --gateway and --training: give one of them")
+    if checkpoint and not openai:
         raise ConfigError(
             f"--checkpoint {checkpoint}: an engine of a run has the weights of its trainer: add "
             "--openai to serve a checkpoint"
         )
+    for option, is_idle in (
+        ("--engine", engine and not gateway),
+        ("--max-models", max_models > 1 and not training),
+        ("--name", name and (gateway or training)),
+        (f"{overrides[0] if overrides else ''}", overrides and training),
+    ):
+        if is_idle:
+            raise ConfigError(f"{option} has no effect here: leave it out (agentevo serve --help)")
+
+    if openai:
+        _serve_trained(target, overrides or [], checkpoint, host, port, tls, name)
+        return
+
+    if training:
+        from agentevo.api.loop.server import serve_loops
+
+        if overrides:
+            raise ConfigError(
+                f"{overrides[0]}: changes are for a recipe, and --training reads none"
+            )
+        serve_loops(Path(target), host=host, port=port, tls=tls, max_models=max_models)
+        return
 
     config = _load_part(target, overrides)
+    if gateway:
+        from agentevo.runs.processes.gateway import run_gateway
+
+        run_gateway(config, host=host, port=port, tls=tls, engines=engine or ())
+        return
+
     from agentevo.runs.processes.serve import serve as run_engine
 
     run_engine(config, host=host, port=port, tls=tls, name=name or None, parent=parent or None)

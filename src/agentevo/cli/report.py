@@ -9,7 +9,7 @@ from typing import Annotated, cast
 
 import typer
 
-from agentevo.cli.arguments import path_word, refuse_options
+from agentevo.cli.arguments import refuse_options
 from agentevo.errors import UnknownNameError
 from agentevo.runtime.progress import bar
 
@@ -18,7 +18,7 @@ def report(
     context: typer.Context,
     folders: Annotated[
         list[Path],
-        typer.Argument(parser=path_word, metavar="RUN_DIR...", help="Folders of runs or sweeps."),
+        typer.Argument(metavar="RUN_DIR...", help="Folders of runs or sweeps."),
     ],
     table: Annotated[
         bool,
@@ -31,7 +31,6 @@ def report(
     page: Annotated[
         Path | None,
         typer.Option(
-            parser=path_word,
             metavar="FILE.md",
             help="Also write the table into this Markdown file, between `<!-- table -->` and `<!-- "
             "/table -->`.",
@@ -40,7 +39,6 @@ def report(
     plot: Annotated[
         Path | None,
         typer.Option(
-            parser=path_word,
             metavar="FILE.png",
             help="Plot the curves of all runs in this image: for each setting the mean over its "
             "seeds, and the range.",

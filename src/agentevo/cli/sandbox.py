@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentevo.cli.arguments import Host, Port, Tls, path_word, plain_options, refuse_options
+from agentevo.cli.arguments import Host, Port, Tls, plain_options, refuse_options
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def sandbox(
 
     if section.type not in HERE:
         raise ConfigError(f"type={section.type}: a server has sandboxes of its own machine")
-    folder = path_word(source)
+    folder = Path(source)
     serve_sandboxes(folder, section, host=host, port=port, tls=tls, idle_s=idle_s)
 
 
@@ -78,7 +79,7 @@ def _run_file(file: str, section: SandboxSection) -> None:
     from agentevo.runtime.console import print_line
     from agentevo.runtime.parsing import read_text
 
-    code = sys.stdin.read() if file == "-" else read_text(path_word(file))
+    code = sys.stdin.read() if file == "-" else read_text(Path(file))
 
     async def run() -> tuple[str, Execution]:
         async with Sandboxes(section).open() as opened:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from agentevo.cli.arguments import Overwrite, Wait, check_new_file, path_word, refuse_options
+from agentevo.cli.arguments import Overwrite, Wait, check_new_file, refuse_options
 from agentevo.cli.printing import print_table
 from agentevo.errors import ConfigError, UnknownNameError
 from agentevo.runtime.credentials import refuse_password
@@ -50,7 +50,6 @@ def store(
     file: Annotated[
         Path | None,
         typer.Argument(
-            parser=path_word,
             metavar="[FILE.jsonl[.gz]]",
             help="The file of export or import, one row per line.",
         ),

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import os
-import re
-import select
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentevo.cli.arguments import path_word, seconds
-from agentevo.cli.attempt_ids import matching_names, only_match, shorten_list
-from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.cli.arguments import seconds
+from agentevo.errors import AgentEvoError
 
 if TYPE_CHECKING:
-    from agentevo.observability.top_view import RunLine
     from agentevo.runs.folder.run_state import RunReader, RunView
     from agentevo.store import Store
 
 MIN_POLL_INTERVAL_S = 0.2
 MOST_STORES = 20
 """Runs under way whose store is asked at each look."""
-KEYS = {"j": 1, "\x1b[B": 1, "k": -1, "\x1b[A": -1}
-"""Key -> how far the choice moves."""
-_KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|.", re.DOTALL)
+HEAD = ("run", "state", "step", "reward", "success", "tok/s", "stale", "playing", "failed", "warns")
+SHOWN_WARNINGS = 3
+MAX_NAME_CHARS = 40
+SPEEDS = ("perf/throughput", "perf/tokens_per_s_logical", "engine/tokens_per_s")
+"""Metrics of the speed, the first that a run has."""
 
 
 def top(
@@ -49,86 +47,38 @@ def top(
             help="Seconds between updates, at least 0.2.",
         ),
     ] = 2.0,
-    attempt: Annotated[
-        str,
-        typer.Option(
-            "--attempt",
-            metavar="ID",
-            help="Instead, watch the calls of this attempt of one run, until it ends: its id or a "
-            "prefix of it.",
-        ),
-    ] = "",
 ) -> None:
-    """Watch runs in the terminal: state, step, reward, success, speed, failures. Press j and k to
-    choose a run, Enter for its attempts."""
-    if attempt:
-        if len(runs or []) != 1:
-            raise ConfigError("--attempt is an attempt of one run: give one folder of a run")
-        _watch_attempt(
-            path_word((runs or [""])[0]), attempt, max(every_s, MIN_POLL_INTERVAL_S), once
-        )
-        return
-
-    look = _Looks(runs or [])
-    every_s = max(every_s, MIN_POLL_INTERVAL_S)
-    if once:
-        _print(look())
-        return
-
-    from agentevo.runtime.console import open_console
-
-    console = open_console(sys.stdout, None)
-    with suppress(KeyboardInterrupt):
-        if console is None or not sys.stdin.isatty():
-            _follow_plainly(look, every_s)
-        else:
-            _follow(look, every_s, console)
-
-
-def _watch_attempt(run_dir: Path, trajectory_id: str, every_s: float, once: bool) -> None:
-    from agentevo.runs.folder.run_folder import read_store
-
-    async def look(store: Store) -> tuple[list[str], bool]:
-        return await _attempt_picture(store, trajectory_id, run_dir)
-
-    shown: list[str] = []
+    """Watch runs in the terminal: state, step, reward, success, speed, failures, and what each
+    running attempt waits for. Ctrl-C ends it."""
+    runs_now = _Looks(runs or [])
+    is_terminal = sys.stdout.isatty() and not once
+    shown: list[ShownRun] | None = None
     with suppress(KeyboardInterrupt):
         while True:
-            lines, goes_on = read_store(run_dir, look)
-            if lines != shown:
-                if sys.stdout.isatty():
+            lines = runs_now()
+            if is_terminal or lines != shown:
+                text = _table(lines) if lines else ["no run yet"]
+                if is_terminal:
                     print("\x1b[2J\x1b[H", end="")
-                print(time.strftime("%H:%M:%S"))
-                print("\n".join(lines), flush=True)
+                    text = text[: shutil.get_terminal_size().lines - 2]
+                if not once:
+                    print(time.strftime("%H:%M:%S"))
+                print("\n".join(text), flush=True)
                 shown = lines
-            if once or not goes_on:
+
+            if once:
                 return
-            time.sleep(every_s)
+            time.sleep(max(every_s, MIN_POLL_INTERVAL_S))
 
 
-async def _attempt_picture(
-    store: Store, trajectory_id: str, run_dir: Path
-) -> tuple[list[str], bool]:
-    """The tree of calls, and whether it may still grow."""
-    from agentevo.observability.call_view import tree_lines
+@dataclass(frozen=True)
+class ShownRun:
+    """What is shown of a run: its row of the table, and lines about it."""
 
-    calls = [stored async for stored in store.calls(trajectory_id=trajectory_id)]
-    if not calls:
-        running = {stored.call.trajectory_id async for stored in store.calls(state="running")}
-        names = running | {summary.id for summary in await store.summaries()}
-        matches = matching_names(
-            sorted(names, key=lambda name: (name not in running, name)), trajectory_id
-        )
-        if len(matches) > 1:
-            title = f"{len(matches)} attempts begin with {trajectory_id!r}, those that run first:"
-            return [title, *shorten_list(matches)], False
-
-        trajectory_id = only_match(names, trajectory_id, run_dir)
-        calls = [stored async for stored in store.calls(trajectory_id=trajectory_id)]
-
-    lines = tree_lines(calls, time.time()) or ["no calls were recorded of this attempt"]
-    goes_on = any(stored.state == "running" for stored in calls)
-    return [trajectory_id, *lines], goes_on
+    cells: tuple[str, ...]
+    problems: list[str]
+    activity: list[str] = field(compare=False)
+    """What the run's process does, and its running attempts."""
 
 
 class _Looks:
@@ -141,7 +91,7 @@ class _Looks:
         self._sources.check()
         self._readers: dict[str, RunReader] = {}
 
-    def __call__(self) -> list[RunLine]:
+    def __call__(self) -> list[ShownRun]:
         from agentevo.runs.folder.run_state import RunReader
 
         sources = {key: run for key, run in self._sources.runs().items() if run.folder is not None}
@@ -155,41 +105,37 @@ class _Looks:
         queried_keys = {
             view.key for view in views[:MOST_STORES] if is_only_run or view.state == "running"
         }
-        return [_line_of(view, ask=view.key in queried_keys) for view in views]
+        return [_shown_run(view, ask=view.key in queried_keys) for view in views]
 
 
-def _line_of(view: RunView, *, ask: bool) -> RunLine:
-    from agentevo.observability.top_view import RunLine
+def _shown_run(view: RunView, *, ask: bool) -> ShownRun:
+    from agentevo.observability.trajectory_view import visible
 
     table = view.table
     failed = [table.latest(name) for name in table.columns if name.startswith("rollout/failed/")]
-    calls, warnings = (None, ()) if not ask else _of_store(view)
-    speed = next(
-        (
-            value
-            for name in ("perf/throughput", "perf/tokens_per_s_logical", "engine/tokens_per_s")
-            if (value := table.latest(name)) is not None
-        ),
-        None,
+    speeds = [speed for name in SPEEDS if (speed := table.latest(name)) is not None]
+    calls, warnings = _of_store(view) if ask else (None, ())
+    warnings = tuple(map(str, view.summary.get("warnings") or warnings))
+    name = visible(view.label)[:MAX_NAME_CHARS]
+    cells = (
+        name,
+        view.badge,
+        str(view.step) if view.planned is None else f"{view.step}/{view.planned}",
+        _number(table.latest("critic/score/mean"), "{:.3f}"),
+        _number(table.latest("train/success"), "{:.0%}"),
+        _number(speeds[0] if speeds else None, "{:,.0f}"),
+        _number(table.latest("staleness/mean"), "{:.1f}"),
+        _number(None if calls is None else len(calls), "{:d}"),
+        _number(sum(value or 0.0 for value in failed) if failed else None, "{:.0f}"),
+        str(len(warnings)) if warnings else "-",
     )
-
-    return RunLine(
-        name=view.label,
-        state=view.badge,
-        step=view.step,
-        planned=view.planned,
-        reward=table.latest("critic/score/mean"),
-        success=table.latest("train/success"),
-        tokens_per_s=speed,
-        staleness=table.latest("staleness/mean"),
-        playing=None if calls is None else len(calls),
-        failed=sum(value or 0.0 for value in failed) if failed else None,
-        rewards=tuple(table.series("critic/score/mean")[1][-20:]),
-        warnings=tuple(map(str, view.summary.get("warnings") or warnings)),
-        problem=view.problem,
-        doing=view.doing.words() if view.doing is not None and not view.is_silent else "",
-        reason=view.reason,
-        calls=tuple(calls or ()),
+    problems = [text for text in (view.reason, view.problem) if text]
+    doing = None if view.is_silent else view.doing
+    activity = [] if doing is None else [visible(doing.words())]
+    return ShownRun(
+        cells,
+        [f"{name}: ! {visible(text)}" for text in [*problems, *warnings[-SHOWN_WARNINGS:]]],
+        [f"{name}: {line}" for line in [*activity, *(calls or [])]],
     )
 
 
@@ -212,76 +158,16 @@ def _of_store(view: RunView) -> tuple[list[str] | None, tuple[str, ...]]:
         return None, ()
 
 
-def _print(lines: Sequence[RunLine]) -> None:
-    from agentevo.observability.top_view import plain_lines
-
-    print("\n".join(plain_lines(lines, calls=True)) if lines else "no run yet", flush=True)
-
-
-def _follow_plainly(look: Callable[[], list[RunLine]], every_s: float) -> None:
-    shown: list[RunLine] | None = None
-    while True:
-        lines = look()
-        if lines != shown:
-            print(time.strftime("%H:%M:%S"))
-            _print(lines)
-            shown = lines
-        time.sleep(every_s)
+def _table(runs: Sequence[ShownRun]) -> list[str]:
+    """The table, and below it the problems and the activity of each run."""
+    rows = [HEAD, *(run.cells for run in runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    lines = [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    return lines + [line for run in runs for line in [*run.activity, *run.problems]]
 
 
-def _follow(look: Callable[[], list[RunLine]], every_s: float, console: Any) -> None:
-    from rich.live import Live
-
-    from agentevo.observability.top_view import draw
-
-    chosen = 0
-    calls = False
-    lines = look()
-    with _keys() as next_key, Live(console=console, screen=True, auto_refresh=False) as live:
-        looked = time.monotonic()
-        while True:
-            chosen = max(0, min(chosen, len(lines) - 1))
-            size = {"height": console.height, "width": console.width}
-            live.update(draw(lines, chosen, calls=calls, **size), refresh=True)
-
-            key = next_key(max(looked + every_s - time.monotonic(), 0.0))
-            if key in ("q", "\x03", "\x04"):
-                return
-
-            if key in ("\n", "\r"):
-                calls = not calls
-            elif key == "\x1b":
-                calls = False
-
-            chosen += KEYS.get(key, 0)
-            if time.monotonic() - looked >= every_s:
-                name = lines[chosen].name if 0 <= chosen < len(lines) else ""
-                lines = look()
-                looked = time.monotonic()
-                names = [line.name for line in lines]
-                chosen = names.index(name) if name in names else chosen
-
-
-@contextmanager
-def _keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits for a key, so many seconds at most; "" where none came. The terminal is
-    left as it was."""
-    import termios
-    import tty
-
-    number = sys.stdin.fileno()
-    before = termios.tcgetattr(number)
-
-    waiting: list[str] = []
-
-    def next_key(within_s: float) -> str:
-        if not waiting and select.select([number], [], [], within_s)[0]:
-            read = os.read(number, 64).decode("utf-8", "replace")
-            waiting.extend(_KEY.findall(read) or ["q"])  # nothing: the terminal is gone
-        return waiting.pop(0) if waiting else ""
-
-    try:
-        tty.setcbreak(number)
-        yield next_key
-    finally:
-        termios.tcsetattr(number, termios.TCSADRAIN, before)
+def _number(value: float | int | None, pattern: str) -> str:
+    return "-" if value is None else pattern.format(value)

@@ -149,7 +149,7 @@ def sft(
 
 def _train_reward_model(recipe: str, overrides: list[str], dry_run: bool) -> None:
     from agentevo.config import load_config, to_yaml
-    from agentevo.config.rm import check_rm
+    from agentevo.config.sft import check_rm
 
     config = load_config(recipe, overrides, needs_environment=False)
     check_rm(config)

@@ -3,10 +3,8 @@ before anything is created."""
 
 from agentevo.config.agents import AgentSection, EnvironmentAgentSection
 from agentevo.config.algorithm import AlgorithmKeys, AlgorithmSection
-from agentevo.config.lora import LoraSection
 from agentevo.config.memory import MemorySection
 from agentevo.config.parallel import ParallelSection
-from agentevo.config.profile import ProfileSection
 from agentevo.config.recipe import (
     RunConfig,
     build_config,
@@ -23,8 +21,10 @@ from agentevo.config.sections import (
     ColdStartSection,
     CriticSection,
     EngineSection,
+    LoraSection,
     ModelSection,
     ProcessRewardSection,
+    ProfileSection,
     RewardModelSection,
     RunSection,
     TinyModel,

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentevo.algorithms.estimators import ADVANTAGES
-from agentevo.algorithms.presets import POLICY_PRESETS
+from agentevo.algorithms.presets import POLICY_PRESETS, PREFERENCE_PRESETS
 from agentevo.config.algorithm import algorithm_contradictions
 from agentevo.config.collect import collect_contradictions
 from agentevo.config.memory import memory_contradictions
 from agentevo.config.named_agents import named_agent_contradictions
 from agentevo.config.parallel import parallel_contradictions
-from agentevo.config.preference import preference_contradictions
 from agentevo.config.remote_models import name_problems, unknown_helpers
 from agentevo.config.rewards import penalty_contradictions
 from agentevo.config.rollout import rollout_contradictions
 from agentevo.config.routing import routing_contradictions
 from agentevo.config.sections import TinyModel
+from agentevo.config.unused_keys import keys_off_default
 
 if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig
@@ -190,4 +190,54 @@ def _of_the_model(config: RunConfig) -> Iterator[str]:
             f"sampling.max_new_tokens={sampling.max_new_tokens} does not fit "
             f"engine.kv_cache_tokens={config.engine.kv_cache_tokens}: "
             "lower the former or raise the latter"
+        )
+
+
+def preference_contradictions(config: RunConfig) -> Iterator[str]:
+    """Contradictions of the algorithm section with other sections, as 'what: remedy'."""
+    section = config.algorithm
+    data = config.data
+    preference = section.preference()
+
+    if data.pairs is not None and data.pairs_from is not None:
+        yield (
+            "data.pairs and data.pairs_from both set the training data: give only one of the two"
+        )
+
+    if preference is None:
+        if data.given:
+            yield (
+                "data.pairs and data.pairs_from need a preference loss, and "
+                f"algorithm.name={section.name} has none: "
+                f"choose one of {', '.join(PREFERENCE_PRESETS)}, or remove them"
+            )
+        return
+
+    if config.reward_model.name is not None:
+        yield (
+            f"reward_model.name scores single tokens, which algorithm.name={section.name} does "
+            "not use: remove it"
+        )
+
+    if preference.pairs == "demonstrations" and data.pairs_from is not None:
+        yield (
+            "algorithm.pairs=demonstrations lets the environment's solver play sampled tasks, "
+            "not stored groups: set algorithm.pairs=best_worst, or remove data.pairs_from"
+        )
+
+    idle = (
+        []
+        if data.pairs is None
+        else keys_off_default(section, ("pairs", "pairs_per_group", "pair_margin"))
+    )
+    if idle:
+        yield (
+            f"data.pairs sets the pairs, so algorithm.{', algorithm.'.join(idle)} does nothing: "
+            "remove it"
+        )
+
+    if preference.pairs == "demonstrations" and not data.given and config.environment is None:
+        yield (
+            "algorithm.pairs=demonstrations needs an environment with a solver: set "
+            "algorithm.pairs=best_worst for an agent function"
         )

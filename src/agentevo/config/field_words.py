@@ -6,10 +6,10 @@ from __future__ import annotations
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import pydantic
 from pydantic.fields import FieldInfo
@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from agentevo.runtime.registry import nearest
 
+M = TypeVar("M", bound=pydantic.BaseModel)
 COUNTED = {
     "tokens",
     "steps",
@@ -305,6 +306,30 @@ def entry_problem(place: str, model: type[pydantic.BaseModel], error: ErrorDetai
 
     above = ".".join(str(part) for part in loc[: len(loc) - len(rest)])
     return f"{place}.{above}{wrong_value(info, rest, error['input'])}"
+
+
+def read_entry(
+    place: str,
+    entry: Any,
+    names: Sequence[str],
+    model_of: Callable[[str], type[M]],
+    remedy: str = "",
+) -> tuple[M | None, list[str]]:
+    """An entry of a list, which is a name or a mapping with a `name`, read by the model of that
+    name; or a line about each problem. `remedy`: another way to correct a wrong name."""
+    options = {"name": entry} if isinstance(entry, str) else entry
+    if not isinstance(options, Mapping):
+        return None, [f"{place}: got {entry!r}; needs a name, or a mapping with a name"]
+
+    name = options.get("name")
+    if not isinstance(name, str) or name not in names:
+        return None, [describe_wrong_choice(place, options, "name", names, remedy)]
+
+    model = model_of(name)
+    try:
+        return model.model_validate(options), []
+    except pydantic.ValidationError as error:
+        return None, [entry_problem(place, model, detail) for detail in error.errors()]
 
 
 def wrong_value(info: FieldInfo, rest: tuple[int | str, ...], value: object) -> str:

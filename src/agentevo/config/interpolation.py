@@ -38,7 +38,7 @@ class InterpolationError(ValueError):
 def resolve_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the tree with every `${...}` resolved. Raises InterpolationError, also for `???`,
     for `<YOUR_...>` and for a result beyond the limits of `parsing`."""
-    value = Resolver(tree).whole()
+    value = Resolver(tree).value((), tree)
     assert isinstance(value, dict)
     return value
 
@@ -52,9 +52,6 @@ class Resolver:
         self._in_progress: set[Key] = set()
         self._num_characters = 0
         self._num_values = 0
-
-    def whole(self) -> Any:
-        return self.value((), self._tree)
 
     def value(self, key: Key, written: Any) -> Any:
         """A copy of the value at `key`, resolved."""
@@ -194,13 +191,13 @@ class Resolver:
                 value = self._value(place, value)
                 is_resolved = True
 
-            step = int(part) if isinstance(value, list) and _is_index(part) else part
-            if not _has(value, step):
-                raise InterpolationError(
-                    key, f"Interpolation key {shorten(name)!r} not found; {_HINT}"
-                )
+            try:
+                step = int(part) if isinstance(value, list) and str(part).isdecimal() else part
+                value = value[step]
+            except (LookupError, TypeError, ValueError) as error:
+                problem = f"Interpolation key {shorten(name)!r} not found; {_HINT}"
+                raise InterpolationError(key, problem) from error
 
-            value = value[step]
             place = (*place, step)
 
         return value if is_resolved else self._value(place, value)
@@ -222,16 +219,6 @@ def _escape_opening(opening: re.Match[str]) -> str:
 def is_interpolation(value: Any) -> bool:
     """Whether a value is a text that has to be resolved."""
     return isinstance(value, str) and "${" in value
-
-
-def _has(value: Any, step: str | int) -> bool:
-    if isinstance(value, list):
-        return isinstance(step, int) and step < len(value)
-    return isinstance(value, Mapping) and step in value
-
-
-def _is_index(part: str | int) -> bool:
-    return isinstance(part, int) or (part.isascii() and part.isdigit() and len(part) < 10)
 
 
 def _variable(key: Key, argument: str) -> str | None:

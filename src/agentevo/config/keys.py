@@ -13,10 +13,11 @@ is walked once per distinct definition, and `option_of` has the types with that 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
 import pydantic
 from pydantic.fields import FieldInfo
@@ -25,6 +26,7 @@ from pydantic_core import ErrorDetails
 from agentevo.config import sources
 from agentevo.config.field_words import (
     alternative_types,
+    as_number,
     as_yaml,
     choices_of,
     describe_wrong_value,
@@ -36,14 +38,21 @@ from agentevo.config.field_words import (
     unit_of,
     with_article,
 )
-from agentevo.config.peer_keys import in_our_words, is_whole_key, normal_key, translations
+from agentevo.config.peer_keys import (
+    in_our_words,
+    is_whole_key,
+    normal_key,
+    translations,
+    value_in_our_words,
+)
 from agentevo.errors import UnknownNameError
+from agentevo.runtime.paths import name_problem
 
 Variants = Mapping[str, Mapping[str, type[pydantic.BaseModel]]]
 """Polymorphic section -> its `type` -> the model with that type's keys; likewise for the entries of
 a polymorphic list by their `name`."""
-LISTS = ("rewards", "tracking.backends")
-"""Polymorphic lists."""
+LISTS = {"rewards": "name", "tracking.backends": "name", "agent.tools": "type"}
+"""Polymorphic lists -> the key of an entry that chooses its model."""
 NAME = "NAME"
 """Appears in a key in place of the name of a section to which a recipe gives names
 (`remote_models`)."""
@@ -73,25 +82,13 @@ class Explanation:
 
 
 class ConfigKeys:
-    """Every dotted key below `root`, with explanations; built once per tree. `prefix`: the
-    text before each key, such as `agent.tools.mcp.`."""
+    """Every dotted key below `root`, with explanations; built once per tree."""
 
-    def __init__(
-        self,
-        root: type[pydantic.BaseModel] | Mapping[str, type[pydantic.BaseModel]],
-        variants: Variants,
-        prefix: str = "",
-    ) -> None:
-        """`root`: a section, or the kinds of one by name; each kind has its own keys."""
-        walked = (
-            _walk(root, variants, prefix)
-            if isinstance(root, type)
-            else _walk_options(prefix.removesuffix("."), root)
-        )
+    def __init__(self, root: type[pydantic.BaseModel], variants: Variants) -> None:
         self._explanations: dict[str, list[Explanation]] = {}
         self._annotations: dict[str, list[Any]] = {}
         self._bounded: set[str] = set()
-        for explanation, annotation in walked:
+        for explanation, annotation in _walk(root, variants, ""):
             if "at most" in explanation.type or "below" in explanation.type:
                 self._bounded.add(explanation.key)
 
@@ -100,9 +97,8 @@ class ConfigKeys:
             if equal is None:
                 same.append(explanation)
             else:
-                same[equal] = replace(
-                    same[equal], option_of=(*same[equal].option_of, *explanation.option_of)
-                )
+                names = dict.fromkeys((*same[equal].option_of, *explanation.option_of))
+                same[equal] = replace(same[equal], option_of=tuple(names))
 
             self._annotations.setdefault(explanation.key, []).append(annotation)
 
@@ -147,13 +143,10 @@ class ConfigKeys:
             for kind in alternative_types(annotation)
         )
 
-    def suggestion(
-        self, key: str, *, chosen: Mapping[str, str] | None = None, section: bool | None = None
-    ) -> str:
+    def suggestion(self, key: str, *, chosen: Mapping[str, str] | None = None) -> str:
         """`; did you mean trainer.group_size?`, or our key for a key of another system, or empty.
-        `chosen`: the type of each polymorphic section. `section`: whether the value was a mapping,
-        which makes sections more likely."""
-        best = self._nearest(key, chosen or {}, section)
+        `chosen`: the type of each polymorphic section."""
+        best = self._nearest(key, chosen or {})
         peers = translations(key)
         is_our_name = best is not None and (
             _leaf(best) == normal_key(_leaf(key)) or best == f"{key}s"
@@ -163,30 +156,25 @@ class ConfigKeys:
             return f"; {'; '.join(peer.sentence for peer in peers)}"
         return f"; did you mean {best}?" if best else ""
 
-    def _nearest(self, key: str, chosen: Mapping[str, str], section: bool | None) -> str | None:
-        best = None
-        best_score = (0.0, 0)
-        for name in self.names():
-            explanation = self._explanations[name][0]
-            if name.startswith(tuple(f"{list_key}." for list_key in LISTS)):
-                continue  # an entry's key can't be set from outside its list
-
-            options = {kind for e in self._explanations[name] for kind in e.option_of}
+    def _nearest(self, key: str, chosen: Mapping[str, str]) -> str | None:
+        """The key whose last name is most like that of `key`; of several, the one in the most
+        similar section. A far guess is worse than none."""
+        wanted = normal_key(_leaf(key))
+        scores: dict[str, tuple[float, int]] = {}
+        for name, explanations in self._explanations.items():
+            options = {kind for explanation in explanations for kind in explanation.option_of}
             chosen_type = chosen.get(name.split(".")[0])
-            if options and chosen_type is not None and chosen_type not in options:
-                continue
+            is_other_type = options and chosen_type is not None and chosen_type not in options
+            is_of_entry = name.startswith(tuple(f"{list_key}." for list_key in LISTS))
+            likeness = _ratio(wanted, _leaf(name))
+            is_slip = likeness > 0.8 or sorted(wanted) == sorted(_leaf(name))
+            is_begun = name.startswith(f"{_parent(key)}.{wanted}_")
+            if (is_slip or is_begun) and not is_other_type and not is_of_entry:
+                closeness = 0.7 * likeness + 0.3 * _ratio(_parent(key), _parent(name))
+                closeness += 0.2 * (likeness == 1.0)
+                scores[name] = (closeness, -name.count("."))
 
-            likely = section is None or section == (explanation.type == "section")
-            closeness = _closeness(key, name)
-            if closeness == 0.0:
-                continue
-
-            score = (closeness + (0.1 if likely else 0.0), -name.count("."))
-            if score > best_score:  # among equals the less deep one
-                best = name
-                best_score = score
-
-        return best
+        return max(scores, key=scores.__getitem__, default=None)
 
     def problem(self, error: ErrorDetails, *, chosen: Mapping[str, str]) -> str:
         """One pydantic error as `key: what is wrong; what is allowed`, without the place of the
@@ -288,14 +276,101 @@ class ConfigKeys:
             )
 
         if not isinstance(value, Mapping):
-            return f"{key}: unknown key{self.suggestion(key, chosen=chosen, section=False)}"
+            return f"{key}: unknown key{self.suggestion(key, chosen=chosen)}"
 
         leaves = [in_our_words(leaf) for leaf in sources.leaves(value, f"{key}.")]
         translations = list(dict.fromkeys(text for text in leaves if text is not None))
         if translations:
             return f"{key}: unknown key; {'; '.join(translations[:SHOWN_TRANSLATIONS])}"
 
-        return f"{key}: unknown key{self.suggestion(key, chosen=chosen, section=True)}"
+        return f"{key}: unknown key{self.suggestion(key, chosen=chosen)}"
+
+
+NUMBERS = 1e9
+"""Bound on the absolute value of every count, time in seconds and size."""
+
+
+def refused_values(
+    tree: Mapping[str, Any], keys: ConfigKeys, *, chosen: Mapping[str, str], prefix: str = ""
+) -> list[str]:
+    """A line for each value in `tree` that is invalid in every section, also in those of other
+    packages and of user code. `chosen`: as in `ConfigKeys.problem`.
+
+    - true or false for a number or a text, which pydantic would read as 1, 0 or "True"
+    - numbers that are not finite, or beyond NUMBERS if the key has no bound
+    - values that are valid in another system, or mean something else there (peer_keys.md)
+    - texts that files, databases or tokenizers can't store, and paths that file systems can't
+    """
+    lines: list[str] = []
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            lines += refused_values(value, keys, chosen=chosen, prefix=f"{key}.")
+            continue
+
+        for place, item in _items(key, value):
+            problem = _problem(key, item, keys)
+            remark = value_in_our_words(key, item)
+            if remark is not None:
+                lines.append(f"{place}: got {as_yaml(item)}; {remark}")
+            elif problem is _NOT_OF_THE_KIND:
+                lines.append(keys.wrong_value(key, item, chosen=chosen, place=place))
+            elif problem:
+                lines.append(f"{place}: {problem}")
+
+    return lines
+
+
+_NOT_OF_THE_KIND = "not of the kind"
+
+
+def _items(key: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _items(f"{key}[{index}]", item)
+    else:
+        yield key, value
+
+
+def _problem(key: str, value: object, keys: ConfigKeys) -> str:
+    kinds = keys.kinds(key)
+    if isinstance(value, bool):
+        fits = not kinds or any(
+            kind in (bool, Any) or get_origin(kind) is Literal for kind in kinds
+        )
+        return "" if fits else _NOT_OF_THE_KIND
+
+    if isinstance(value, (str, Path)):
+        return _text_problem(str(value), kinds) or _number_problem(as_number(value), key, keys)
+
+    return _number_problem(value, key, keys)
+
+
+def _text_problem(text: str, kinds: list[Any]) -> str:
+    if Path in kinds:
+        problem = name_problem(text)
+        return f"this path {problem}" if problem else ""
+
+    if "\0" in text:
+        return "a text with a NUL character: remove it"
+
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"character {error.start} is half of a surrogate pair: remove it"
+
+    return ""
+
+
+def _number_problem(value: object, key: str, keys: ConfigKeys) -> str:
+    kinds = keys.kinds(key)
+    if not isinstance(value, (int, float)) or not any(kind in (int, float) for kind in kinds):
+        return ""
+    if isinstance(value, float) and not math.isfinite(value):
+        return _NOT_OF_THE_KIND
+    if abs(value) <= NUMBERS or keys.has_bound(key):
+        return ""
+    return f"got {value}; a number here is between -{NUMBERS:,.0f} and {NUMBERS:,.0f}"
 
 
 def _walk(
@@ -313,10 +388,12 @@ def _walk(
             yield from _walk(named, variants, f"{key}.{NAME}.")
             continue
 
-        if key in LISTS:
+        if key in LISTS and key in variants:
             words = "list of names, or of mappings with the keys below it"
+            if LISTS[key] == "type":
+                words = type_in_words(info)
             yield replace(_explain_field(key, info), type=words), info.annotation
-            yield from _walk_options(key, variants.get(key, {}))
+            yield from _walk_options(key, variants[key], variants)
             continue
 
         if section is None:
@@ -326,15 +403,15 @@ def _walk(
         meaning = on_one_line(info.description or section.__doc__ or "")
         yield Explanation(key, meaning, "section", "", ""), info.annotation
         if key in variants:
-            yield from _walk_variants(key, variants[key], section.model_fields["type"])
+            yield from _walk_variants(key, variants, section.model_fields["type"])
         else:
             yield from _walk(section, variants, f"{key}.")
 
 
 def _walk_variants(
-    key: str, kinds: Mapping[str, type[pydantic.BaseModel]], chooser: FieldInfo
+    key: str, variants: Variants, chooser: FieldInfo
 ) -> Iterator[tuple[Explanation, Any]]:
-    names = tuple(kinds)
+    names = tuple(variants[key])
     default = "" if chooser.is_required() else as_yaml(chooser.default)
     meaning = (
         f"The type of the {_leaf(key)}, which determines the other keys of {key}. `agentevo "
@@ -345,17 +422,19 @@ def _walk_variants(
         str,
     )
 
-    for explanation, annotation in _walk_options(key, kinds):
+    for explanation, annotation in _walk_options(key, variants[key], variants):
         if explanation.key != f"{key}.type":
             yield explanation, annotation
 
 
 def _walk_options(
-    key: str, models: Mapping[str, type[pydantic.BaseModel]]
+    key: str, models: Mapping[str, type[pydantic.BaseModel]], variants: Variants
 ) -> Iterator[tuple[Explanation, Any]]:
     for name, model in models.items():
-        for explanation, annotation in _walk(model, {}, f"{key}."):
-            yield replace(explanation, option_of=(name,)), annotation
+        for explanation, annotation in _walk(model, variants, f"{key}."):
+            if explanation.key == f"{key}.type" and not explanation.meaning:
+                explanation = replace(explanation, meaning=on_one_line(model.__doc__ or ""))
+            yield replace(explanation, option_of=explanation.option_of or (name,)), annotation
 
 
 def _explain_field(key: str, info: FieldInfo) -> Explanation:
@@ -370,30 +449,6 @@ def _named_section(annotation: Any) -> type[pydantic.BaseModel] | None:
     if get_origin(annotation) is not dict:
         return None
     return section_model(get_args(annotation)[1])
-
-
-def _closeness(key: str, name: str) -> float:
-    """0 (unlike) to 1.2 (equal). The last name counts most, so that a right name in a wrong section
-    is close; the names before it count less. A last name is unlike if it is neither a typing error
-    nor, in the right section, begins like the known one: a far guess is worse than none."""
-    wanted_parent = _parent(key)
-    wanted_leaf = normal_key(_leaf(key))
-    known_parent = _parent(name)
-    known_leaf = _leaf(name)
-    leaves = _ratio(wanted_leaf, known_leaf)
-    begins_alike = wanted_parent == known_parent and (
-        known_leaf.startswith(f"{wanted_leaf}_") or wanted_leaf.startswith(f"{known_leaf}_")
-    )
-    is_slip = leaves > 0.8 or sorted(wanted_leaf) == sorted(known_leaf)
-    if not (is_slip or begins_alike):
-        return 0.0
-
-    return (
-        0.7 * leaves
-        + (0.2 if leaves == 1.0 else 0.0)
-        + 0.3
-        * (1.0 if wanted_parent == known_parent else 0.9 * _ratio(wanted_parent, known_parent))
-    )
 
 
 def _ratio(first: str, second: str) -> float:

@@ -148,7 +148,7 @@ def check_one_policy(config: RunConfig) -> None:
         raise ConfigError(
             "agents: the engines of a run in several processes serve one policy: train several "
             "agents in one process, with `agentevo train` (rollout.staleness may be above 0), or "
-            "by a program's own loop, here or through `agentevo server`"
+            "by a program's own loop, here or through `agentevo serve --training`"
         )
 
 

@@ -1,17 +1,21 @@
-"""Removes keys that a recipe sets for its own preset only, if overrides choose another preset.
+"""A recipe's keys for its own preset, if overrides choose another preset.
 
-`algorithm.name=dpo` on a recipe of GRPO keeps its clip_high, if DPO has one (`other_preset` warns
-about it). An entropy bonus, a critic or the pairs of a preference loss have no meaning for another
-kind of preset, and would be refused. They are removed, unless an override sets them: a key in an
-override is intended.
+Overrides change only what they name, so `algorithm.name=gspo` leaves a recipe's clip_high=0.28,
+chosen for GRPO, in a loss whose own value is 0.0004. This is allowed, and the user is warned of it.
+An entropy bonus, a critic or the pairs of a preference loss have no meaning for another kind of
+preset, and would be refused. They are removed, unless an override sets them: a key in an override
+is intended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from agentevo.algorithms.presets import PRESETS
+from agentevo.config import sources
+from agentevo.config.algorithm import AlgorithmSection
+from agentevo.config.field_words import as_yaml
 from agentevo.config.unused_keys import entries_of, unused_keys
 
 SECTIONS = {"critic": "values", "process_reward": "process_rewards"}
@@ -86,3 +90,79 @@ def changed_keys(overrides: Collection[tuple[str, Any]]) -> set[str]:
             else [name]
         )
     }
+
+
+def kept_keys(
+    tree: Mapping[str, Any],
+    overrides: Sequence[str],
+    *,
+    where: str,
+    is_text: Callable[[str], bool],
+    options: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """The lines of the warning. Empty if the overrides and `options` (whole sections, applied
+    before the overrides) keep the preset of the recipe (`tree`), or if the recipe sets only the new
+    preset's own values. The remedy is written for the command line, or for Python if `options` is
+    given. `is_text`: as in `sources.merge`."""
+    before = sources.merge(tree, [], where=where, is_text=is_text).get("algorithm")
+    now = sources.merge(
+        sources.overlay(tree, options or {}), overrides, where=where, is_text=is_text
+    ).get("algorithm")
+    if not isinstance(before, Mapping) or not isinstance(now, Mapping):
+        return []
+
+    was, name = (str(section.get("name", AlgorithmSection().name)) for section in (before, now))
+    if name == was or name not in PRESETS:
+        return []
+
+    changed = changed_keys(
+        [*(options or {}).items(), *sources.overridden(overrides, is_text).items()]
+    )
+    idle = drop_idle_keys({"algorithm": before}, {"algorithm": dict(now)}, changed)
+    settings = {f"algorithm.{key}": value for key, value in before.items()}
+    lines = []
+    if idle:
+        left_out = ", ".join(f"{key}={as_yaml(settings[key])}" for key in idle)
+        lines.append(
+            f"{where} sets keys for algorithm.name={was} that {name} does not use; they are left "
+            f"out: {left_out}"
+        )
+
+    own = {f"algorithm.{key}": value for key, value in own_values(name).items()}
+    kept = {
+        f"{key}={as_yaml(value)}": f"{key}={as_yaml(own.get(key))}"
+        for key, value in settings.items()
+        if key not in idle and key not in changed and value != own.get(key)
+    }
+    if not kept:
+        return lines
+
+    width = max(map(len, kept))
+    remedies = list(kept.values())
+    return [
+        *lines,
+        f"{where} sets values for algorithm.name={was}, and they stay in effect with {name}:",
+        *(
+            f"  {setting:<{width}}  {name}'s own is {remedy.partition('=')[2]}"
+            for setting, remedy in kept.items()
+        ),
+        f"to use {name}'s own, add: "
+        f"{' '.join(remedies) if options is None else f'overrides={remedies}'}",
+    ]
+
+
+def own_values(name: str) -> dict[str, Any]:
+    """Every key of the algorithm section as the preset sets it, with its entries' defaults."""
+    section = AlgorithmSection(name=name)
+    preference = section.preference()
+    if preference is not None:
+        entries = {"preference_loss": preference.loss, "pairs": preference.pairs}
+        entries |= preference.hyper
+    else:
+        algorithm = section.resolve()
+        entries = {key: getattr(algorithm, key) for key in PRESETS[name].parts}
+        entries |= algorithm.advantage_hyper
+        entries |= {**algorithm.loss_hyper, **algorithm.aggregation_hyper}
+
+    values = section.model_dump(mode="json")
+    return {key: entries.get(key) if value is None else value for key, value in values.items()}

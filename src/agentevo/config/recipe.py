@@ -32,22 +32,19 @@ from agentevo.config.agents import (
     agent_names,
     agent_section,
 )
-from agentevo.config.algorithm import AlgorithmSection
+from agentevo.config.algorithm import AlgorithmSection, with_importance
 from agentevo.config.contradictions import divides_by_mean_reward, recipe_contradictions
 from agentevo.config.field_words import describe_wrong_choice
 from agentevo.config.gateway import GatewaySection
-from agentevo.config.importance_defaults import with_importance
 from agentevo.config.imports import OF_YOUR_OWN, check_recipe_of_run, import_all
 from agentevo.config.interpolation import escape_tree
-from agentevo.config.keys import ConfigKeys, Variants
+from agentevo.config.keys import ConfigKeys, Variants, refused_values
 from agentevo.config.memory import MemorySection
 from agentevo.config.named_agents import NamedAgentSection
 from agentevo.config.optimize import OptimizeSection
 from agentevo.config.preset_keys import changed_keys, drop_idle_keys
-from agentevo.config.profile import ProfileSection
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.config.rewards import read_rewards
-from agentevo.config.rm import RMSection
 from agentevo.config.rollout import RolloutSection
 from agentevo.config.routing import with_recording
 from agentevo.config.sections import (
@@ -59,6 +56,7 @@ from agentevo.config.sections import (
     EvaluationSection,
     ModelSection,
     ProcessRewardSection,
+    ProfileSection,
     RewardModelSection,
     RunSection,
     SamplingSection,
@@ -66,12 +64,11 @@ from agentevo.config.sections import (
     TrainerSection,
 )
 from agentevo.config.self_play import with_roles
-from agentevo.config.sft import SFTSection
-from agentevo.config.tasks import TasksSection, names_tasks, play_problems, with_absolute_paths
+from agentevo.config.sft import RMSection, SFTSection
+from agentevo.config.tasks import TasksSection, names_tasks, play_problems
 from agentevo.config.texts import with_texts_of_file
-from agentevo.config.tool_list import read_tools
+from agentevo.config.tool_entries import KINDS, read_tools
 from agentevo.config.tracking import TrackingSection, tracker_models
-from agentevo.config.values import refused_values
 from agentevo.environments import EnvironmentConfig, environments
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.observability.tracing.section import TracingSection
@@ -275,9 +272,11 @@ def _fill_in(plain: dict[str, Any], name: str, folder: Path) -> list[str]:
         run.setdefault("name", name)
 
     plain["rewards"], lines = read_rewards(plain.get("rewards") or [])
-    plain["tasks"] = with_absolute_paths(plain.get("tasks", {}), ("train", "eval"), folder)
+    plain["tasks"] = sources.with_absolute_paths(plain.get("tasks", {}), ("train", "eval"), folder)
     for key in ("data", "rm"):
-        plain[key] = with_absolute_paths(plain.get(key, {}), ("train", "eval", "pairs"), folder)
+        plain[key] = sources.with_absolute_paths(
+            plain.get(key, {}), ("train", "eval", "pairs"), folder
+        )
 
     has_tasks = names_tasks(plain["tasks"]) and plain.get("environment") is None
     agent = plain.setdefault("agent", {})
@@ -290,7 +289,7 @@ def _fill_in(plain: dict[str, Any], name: str, folder: Path) -> list[str]:
         lines += [problem] if problem else []
         if agent["type"] == "command":
             agent["cwd"] = agent.get("cwd") or str(folder.resolve())
-            plain["agent"] = with_absolute_paths(agent, ("cwd",), folder)
+            plain["agent"] = sources.with_absolute_paths(agent, ("cwd",), folder)
         else:
             plain["agent"], wrong = read_tools(agent, folder)
             lines += wrong
@@ -321,14 +320,14 @@ def section_variants() -> Variants:
 
 
 def key_variants() -> Variants:
-    """`section_variants`, and the models of the rewards that `rewards` may list. An object that
-    another package registered and that is not a reward is left out here, and refused when a recipe
-    names it."""
+    """`section_variants`, and the models of the entries that the polymorphic lists may have. An
+    object that another package registered and that is not a reward is left out here, and refused
+    when a recipe names it."""
     models = {}
     for name in rewards.names():
         with suppress(AgentEvoError):
             models[name] = reward_config(name)
-    return {**section_variants(), "rewards": models, **tracker_models()}
+    return {**section_variants(), "rewards": models, "agent.tools": KINDS, **tracker_models()}
 
 
 def _read_variant(

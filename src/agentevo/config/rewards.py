@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pydantic
 
-from agentevo.config.field_words import describe_wrong_choice, entry_problem
+from agentevo.config.field_words import read_entry
 from agentevo.config.imports import OF_YOUR_OWN
 from agentevo.config.sources import plain_option
 from agentevo.errors import ConfigError
@@ -52,23 +52,11 @@ def read_rewards(value: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
             configs.append(entry)
             continue
 
-        options = {"name": entry} if isinstance(entry, str) else entry
-        path = f"rewards[{index}]"
-        if not isinstance(options, dict):
-            lines.append(f"{path}: got {entry!r}; needs a name, or a mapping with a name")
-            continue
-
-        name = options.get("name")
-        reward_names = rewards.names()
-        if not isinstance(name, str) or name not in reward_names:
-            lines.append(describe_wrong_choice(path, options, "name", reward_names, OF_YOUR_OWN))
-            continue
-
-        config_type = reward_config(name)
-        try:
-            configs.append(config_type.model_validate(options))
-        except pydantic.ValidationError as error:
-            lines += [entry_problem(path, config_type, detail) for detail in error.errors()]
+        config, problems = read_entry(
+            f"rewards[{index}]", entry, rewards.names(), reward_config, OF_YOUR_OWN
+        )
+        configs += [config] if config is not None else []
+        lines += problems
 
     names = [config.title for config in configs]
     duplicate = next((name for name in names if names.count(name) > 1), None)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator
 
-from agentevo.config.curriculum import curriculum_contradictions
 from agentevo.config.self_play import self_play_contradictions
-from agentevo.config.task_stages import stage_contradictions
+from agentevo.config.tasks import curriculum_contradictions, stage_contradictions
 from agentevo.runtime.section import Section
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentevo.algorithms.losses import POLICY_LOSSES
-from agentevo.config.importance_defaults import OWN
+from agentevo.config.algorithm import OWN
 
 if TYPE_CHECKING:
     from agentevo.config.algorithm import AlgorithmSection

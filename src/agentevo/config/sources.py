@@ -410,3 +410,34 @@ def plain_option(value: Any, *, named: bool) -> Any:
     if isinstance(value, Mapping):
         return {str(key): plain_option(item, named=False) for key, item in value.items()}
     return {"name": str(value)} if named and isinstance(value, (str, Path)) else value
+
+
+def with_absolute_paths(section: Any, keys: Sequence[str], folder: Path) -> Any:
+    """A section as written in a recipe in `folder`, with absolute paths for the files and folders
+    under `keys`, so that every process of a run finds them: next to the recipe, else in the current
+    folder. A value that is in neither is not changed, such as a dataset of the hub."""
+    if not isinstance(section, dict):
+        return section
+
+    def absolute(source: object) -> object:
+        if not isinstance(source, (str, Path)) or not str(source):
+            return source
+        for base in (folder, Path.cwd()):
+            path = os.path.join(base, os.path.expanduser(source))
+            if os.path.exists(path):  # pathlib's raises for what can be no path
+                return os.path.realpath(path)
+        return str(source)
+
+    changed = dict(section)
+    for key in keys:
+        value = changed.get(key)
+        if isinstance(value, (str, Path)):
+            changed[key] = absolute(value)
+        elif isinstance(value, (list, tuple)):
+            changed[key] = [absolute(source) for source in value]
+
+    stages = changed.get("stages")
+    if isinstance(stages, (list, tuple)):  # these refer to the sources of `train`
+        changed["stages"] = [with_absolute_paths(stage, ("sources",), folder) for stage in stages]
+
+    return changed

@@ -33,9 +33,8 @@ from agentevo.config import (
 )
 from agentevo.config.field_words import suggest_nearest
 from agentevo.config.imports import check_recipe_of_run
-from agentevo.config.keys import ConfigKeys
+from agentevo.config.keys import ConfigKeys, refused_values
 from agentevo.config.preset_keys import drop_idle_keys
-from agentevo.config.values import refused_values
 from agentevo.errors import ConfigError
 from agentevo.runtime.cpu_threads import allowed_cpus
 from agentevo.runtime.section import ONE_OR_MANY

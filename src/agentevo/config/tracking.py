@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any
 
 import pydantic
 from pydantic import Field, SerializeAsAny, field_validator
 
-from agentevo.config.field_words import entry_problem, suggest_nearest
+from agentevo.config.field_words import read_entry
 from agentevo.errors import AgentEvoError
 from agentevo.observability.trackers.tracker import TrackerConfig, trackers
 from agentevo.runtime.section import Section
@@ -17,6 +16,7 @@ from agentevo.runtime.section import Section
 KEY = "tracking.backends"
 ALWAYS = ("console", "file")
 """The loggers of verl that need no tracker: the live view, and metrics.jsonl."""
+OTHER = ", or install a package that provides it (entry point agentevo.trackers)"
 
 
 class TrackingSection(Section):
@@ -62,9 +62,18 @@ def read_backends(value: Any) -> tuple[TrackerConfig, ...]:
     """The entries, each a name or a mapping with a name. Raises ValueError with what is wrong with
     the first one that can't be read."""
     entries = value if isinstance(value, (list, tuple)) else [value]
-    configs = [
-        _entry(index, entry) for index, entry in enumerate(entries) if entry not in (None, *ALWAYS)
-    ]
+    configs: list[TrackerConfig] = []
+    for index, entry in enumerate(entries):
+        if isinstance(entry, TrackerConfig):
+            configs.append(entry)
+        elif entry not in (None, *ALWAYS):
+            config, problems = read_entry(
+                f"[{index}]", entry, trackers.names(), lambda name: trackers.get(name).Config, OTHER
+            )
+            if config is None:
+                raise ValueError(problems[0])
+            configs.append(config)
+
     names = [config.name for config in configs]
     duplicate = next((name for name in names if names.count(name) > 1), None)
     if duplicate is not None:
@@ -80,29 +89,3 @@ def tracker_models() -> dict[str, dict[str, type[pydantic.BaseModel]]]:
         with suppress(AgentEvoError):
             models[name] = trackers.get(name).Config
     return {KEY: models}
-
-
-def _entry(index: int, entry: Any) -> TrackerConfig:
-    if isinstance(entry, TrackerConfig):
-        return entry
-
-    options = {"name": entry} if isinstance(entry, str) else entry
-    if not isinstance(options, Mapping):
-        raise ValueError(f"got {entry!r} at [{index}]; needs a name, or a mapping with a name")
-
-    name = options.get("name")
-    tracker_names = trackers.names()
-    if not isinstance(name, str) or name not in tracker_names:
-        subject = "an entry without a name" if "name" not in options else f"got {name!r}"
-        raise ValueError(
-            f"{subject}; {suggest_nearest(name, tracker_names)}choose one of "
-            f"{', '.join(tracker_names)}, or install a package that provides it "
-            "(entry point agentevo.trackers)"
-        )
-
-    model = trackers.get(name).Config
-    try:
-        return model.model_validate(options)
-    except pydantic.ValidationError as error:
-        line = entry_problem(f"[{index}]", model, error.errors()[0])
-        raise ValueError(f"{name}: {line}") from error

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from agentevo.config.curriculum import Curriculum
+from agentevo.config.tasks import Curriculum
 from agentevo.errors import ConfigError
 from agentevo.runtime.retry import STORE_RETRY_S, with_retries
 from agentevo.runtime.seeds import derive_seed

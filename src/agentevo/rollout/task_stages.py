@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from agentevo.config.task_stages import TaskStage
+from agentevo.config.tasks import TaskStage
 from agentevo.errors import ConfigError
 from agentevo.runtime.retry import STORE_RETRY_S, with_retries
 from agentevo.store.store import Store

@@ -99,38 +99,17 @@ def _place_problem(folder: Path) -> str:
 
 
 def spelling_hint(path: Path, accepts: Callable[[Path], bool] = Path.exists) -> str:
-    """`did you mean 'runs/lake'? ` for a missing path, if an existing path that is accepted has
-    nearly that spelling, in any of its parts. Else empty. The ending of a file is compared
-    separately."""
+    """`did you mean 'runs/lake'? ` for a missing path, if its folder has an entry that is accepted
+    and has nearly that name, whatever its ending. Else empty."""
     try:
-        corrected = Path(path.anchor)
-        for part in path.parts[len(corrected.parts) :]:
-            present = corrected / part
-            corrected = present if present.exists() else corrected / _nearest_name(corrected, part)
-        is_useful = corrected != path and accepts(corrected)
-    except (OSError, ValueError, LookupError):
+        entries = sorted(entry.name for entry in islice(os.scandir(path.parent), MAX_NEIGHBOURS))
+        by_stem = {Path(entry).stem: entry for entry in entries if not entry.startswith(".")}
+        likely = path.with_name(by_stem.get(nearest(path.stem, list(by_stem)) or "", path.name))
+        is_useful = likely != path and accepts(likely)
+    except (OSError, ValueError):
         return ""
 
-    return f"did you mean {str(corrected)!r}? " if is_useful else ""
-
-
-def _nearest_name(folder: Path, name: str) -> str:
-    """The entry of the folder whose name is nearly that name. Raises LookupError if there is
-    none."""
-    wanted_path = Path(name)
-    names = [entry.name for entry in islice(os.scandir(folder), MAX_NEIGHBOURS)]
-    visible = [Path(entry) for entry in names if not entry.startswith(".")]
-    of_its_kind = [entry for entry in visible if entry.suffix == wanted_path.suffix]
-    of_others = [
-        entry for entry in visible if not wanted_path.suffix or entry.stem == wanted_path.stem
-    ]
-    for entries in (of_its_kind, of_others):
-        by_stem = {entry.stem: entry.name for entry in sorted(entries)}
-        guess = nearest(wanted_path.stem, list(by_stem))
-        if guess is not None:
-            return by_stem[guess]
-
-    raise LookupError(name)
+    return f"did you mean {str(likely)!r}? " if is_useful else ""
 
 
 def _shown(path: Path) -> str:

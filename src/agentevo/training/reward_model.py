@@ -23,8 +23,7 @@ from transformers import (
 
 from agentevo.algorithms.preference import bradley_terry
 from agentevo.config import MemorySection, TrainerSection
-from agentevo.config.rm import RMSection
-from agentevo.config.sft import SFTSection
+from agentevo.config.sft import RMSection, SFTSection
 from agentevo.errors import ConfigError, ModelError
 from agentevo.rewards.reward_model import MEAN, STD, conversation_ids, outputs
 from agentevo.training.optimization import Optimization

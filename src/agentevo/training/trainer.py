@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.algorithms.divergence import AdaptiveKL, FixedKL, KLController
+from agentevo.algorithms.divergence import KLController
 from agentevo.config import (
     AlgorithmSection,
     CriticSection,
@@ -97,9 +97,7 @@ class Trainer:
         self.flops = FlopCounter(model)
         self.steps = 0
 
-        self.kl: KLController = FixedKL(algorithm.kl_coef)
-        if algorithm.kl_target is not None:
-            self.kl = AdaptiveKL(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
+        self.kl = KLController(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
 
         self.numbers: TokenNumbers | None = None
         """The measurements of each token of the last step. None if they are not recorded."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentevo.cli.arguments import path_word
 from agentevo.cli.printing import print_table
 from agentevo.errors import ConfigError
 
@@ -72,7 +71,7 @@ def pipeline(
                 f"{word} is a folder, whose progress is shown without further words: to run its "
                 "pipeline, give the pipeline's file or name"
             )
-        _show(path_word(word))
+        _show(Path(word))
         return
 
     from agentevo_evolve.pipeline import StageChoice, load_pipeline, run_pipeline

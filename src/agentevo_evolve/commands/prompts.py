@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentevo.cli.arguments import Overrides, path_word
+from agentevo.cli.arguments import Overrides
 from agentevo.cli.evaluation import AsJson, Checkpoint
 from agentevo.cli.printing import print_note
 from agentevo.errors import ConfigError
@@ -29,7 +29,6 @@ def optimize(
     out: Annotated[
         Path | None,
         typer.Option(
-            parser=path_word,
             metavar="FOLDER",
             help="The folder for log, report and texts.yaml. Default: runs/NAME-prompts.",
         ),

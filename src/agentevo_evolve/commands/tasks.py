@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentevo.cli.arguments import Overrides, path_word, plain_options, refuse_options
+from agentevo.cli.arguments import Overrides, plain_options, refuse_options
 from agentevo.cli.printing import print_note
 from agentevo.errors import ConfigError
 from agentevo_evolve.commands.documents import make_from_documents
@@ -36,7 +36,7 @@ SERVER_OPTIONS = (
 
 Out = Annotated[
     Path,
-    typer.Option("--out", parser=path_word, metavar="FOLDER", help="A new folder for the tasks."),
+    typer.Option("--out", metavar="FOLDER", help="A new folder for the tasks."),
 ]
 Train = Annotated[int, typer.Option(min=1, max=100_000, help="The number of training tasks.")]
 HeldOut = Annotated[int, typer.Option(min=0, max=100_000, help="The number of held-out tasks.")]
@@ -44,7 +44,6 @@ Seed = Annotated[int, typer.Option(min=0, help="The random seed.")]
 After = Annotated[
     Path | None,
     typer.Option(
-        parser=path_word,
         metavar="RUN_DIR",
         help="Continue from a run with tasks.curriculum: keep its unsolved tasks, and add "
         "harder variants of the solved ones, or, for documents, further questions.",
@@ -143,9 +142,7 @@ HarderThan = Annotated[
 
 MadeFolder = Annotated[
     Path,
-    typer.Argument(
-        parser=path_word, metavar="FOLDER", help="The folder of tasks of `agentevo data make`."
-    ),
+    typer.Argument(metavar="FOLDER", help="The folder of tasks of `agentevo data make`."),
 ]
 Target = Annotated[
     str, typer.Argument(metavar="RECIPE|RUN_DIR", help="The agent and the model that play them.")
@@ -214,7 +211,7 @@ def make(
 
         counts = {"train": train, "held_out": held_out, "per_passage": per_passage, "seed": seed}
         make_from_documents(
-            [path_word(word) for word in source],
+            [Path(word) for word in source],
             out,
             counts,
             language=(language or ["en"])[0],

@@ -21,7 +21,7 @@ class SourceOptions(Section):
 
 class MergeStage(StageKind):
     about: ClassVar[str] = (
-        "one plain model from adapters and their base, as `agentevo models merge`"
+        "one plain model from adapters and their base, as `agentevo models --merge`"
     )
     Options: ClassVar[type[Section]] = SourceOptions
     reads_recipe: ClassVar[bool] = False
@@ -29,7 +29,7 @@ class MergeStage(StageKind):
     measured: ClassVar[bool] = True
 
     def words(self, job: Job) -> list[str]:
-        return [*AGENTEVO, "models", "merge", job.options.source, str(job.folder / "model")]
+        return [*AGENTEVO, "models", job.options.source, "--merge", str(job.folder / "model")]
 
     def is_finished(self, job: Job) -> bool:
         return (job.folder / "model" / "config.json").is_file()

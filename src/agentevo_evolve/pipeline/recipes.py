@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from agentevo.config import RunConfig, build_config, sources
+from agentevo.config.sources import with_absolute_paths
 from agentevo.config.sweep import nest_keys, with_changes
-from agentevo.config.tasks import with_absolute_paths
 from agentevo.errors import ConfigError
 from agentevo.runtime.seeds import derive_seed
 from agentevo_evolve.pipeline.plan import Instance

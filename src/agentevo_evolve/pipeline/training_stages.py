@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from agentevo.config import RunConfig, check_sft
-from agentevo.config.rm import check_rm
+from agentevo.config.sft import check_rm
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.observability.summary import is_complete, read_summary
 from agentevo.runs.folder.run_folder import is_run_folder

@@ -99,6 +99,6 @@ def test_the_command_writes_it(tmp_path, capsys):
 
     (tmp_path / "file").touch()
     assert main(["data", "prepare", "lesson/search", str(tmp_path / "file" / "x")]) == 2
-    assert "is a file: give a folder" in capsys.readouterr().err
+    assert "is a file: give another FOLDER" in capsys.readouterr().err
     assert main(["data", "prepare", "lesson/calculator", str(tmp_path), "--count", "9999"]) == 1
     assert main([*words, "--agent", "x"]) == 2

@@ -152,7 +152,7 @@ def test_a_client_says_what_is_wrong_with_its_words():
 def start_server(folder: Path, *options: str) -> tuple[subprocess.Popen, str, str]:
     """(process, URL, key) of a server whose working directory is `folder`."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "agentevo", "server", "models", *options],
+        [sys.executable, "-m", "agentevo", "serve", "--training", "models", *options],
         cwd=folder,
         stderr=subprocess.PIPE,
         text=True,

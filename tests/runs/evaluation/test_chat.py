@@ -56,7 +56,7 @@ def test_what_asks_a_run_for_its_model_needs_none_of_its_rewards(judged_elsewher
         ["chat", str(judged_elsewhere)],
         ["serve", "--openai", str(judged_elsewhere)],
         ["serve", "--openai", f"{judged_elsewhere}@last"],
-        ["models", "merge", str(judged_elsewhere), str(judged_elsewhere / "merged")],
+        ["models", str(judged_elsewhere), "--merge", str(judged_elsewhere / "merged")],
     ):
         assert main(words) == 2
         problem = capsys.readouterr().err

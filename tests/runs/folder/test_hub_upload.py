@@ -200,7 +200,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_checkpoint_is_published_in_one_commit_with_a_card(hub, run, capsys):
-    assert main(["models", "push", str(run), "me/lake"]) == 0
+    assert main(["models", str(run), "--push", "me/lake"]) == 0
     told = capsys.readouterr()
     assert told.out == f"{hub.url}/me/lake/commit/1\n" and "me/lake, private" in told.err
     assert hub.num_commits == 1 and hub.private == {"me/lake": True}
@@ -294,7 +294,7 @@ def test_what_the_hub_refuses_leaves_nothing_half_uploaded(
     if -1 in refuses.values():
         monkeypatch.setattr("agentevo.runs.folder.hub_upload.STALL_S", 0.2)
     hub.refuses = refuses
-    assert main(["models", "push", str(run), "me/lake"]) == 2
+    assert main(["models", str(run), "--push", "me/lake"]) == 2
     told = capsys.readouterr().err
     assert words in told and "nothing was uploaded" in told and TOKEN not in told
     assert not any(hub.repos.values()) and hub.num_commits == 0

@@ -127,7 +127,7 @@ def test_the_doctor_looks_at_adapters_too(whole, small_config, tmp_path):
 def test_the_merge_command(of, whole, base, tmp_path, capsys):
     last = whole.checkpoint_path("last")
     source = last if of == "checkpoint" else whole.dir
-    assert main(["models", "merge", str(source), str(tmp_path / "out")]) == 0
+    assert main(["models", str(source), "--merge", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "out")
 
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -137,12 +137,12 @@ def test_the_merge_command(of, whole, base, tmp_path, capsys):
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
 
-    assert main(["models", "merge", str(base), str(tmp_path / "other")]) == 2
+    assert main(["models", str(base), "--merge", str(tmp_path / "other")]) == 2
     assert "holds no adapter" in capsys.readouterr().err
 
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    assert main(["models", "merge", str(last), str(tmp_path / "full")]) == 2
+    assert main(["models", str(last), "--merge", str(tmp_path / "full")]) == 2
     assert (tmp_path / "full" / "file").exists()
 
 

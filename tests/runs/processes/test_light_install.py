@@ -93,7 +93,7 @@ def test_a_gateway_without_torch_brings_attempts_that_a_trainer_trains_on(
 
     key = RunSecret(config.run_dir / "gateway")
     trainer = subprocess.Popen([sys.executable, "-m", "agentevo", "learn", recipe])
-    gateway = light.start("-u", "-m", "agentevo", "gateway", recipe)
+    gateway = light.start("-u", "-m", "agentevo", "serve", "--gateway", recipe)
     try:
         with EngineProcesses(config.run_dir) as engines:
             engines.start("a")

@@ -1,4 +1,4 @@
-"""The OpenAPI page of `agentevo gateway`: what it says of the session routes is what they do."""
+"""The OpenAPI page of `serve --gateway`: what it says of the session routes is what they do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`agentevo gateway`: sessions that agents outside open, reward and end, and what becomes of them
+"""`serve --gateway`: sessions that agents outside open, reward and end, and what becomes of them
 in the run's store."""
 
 from __future__ import annotations

@@ -72,16 +72,17 @@ NAMED_SECTIONS = ("model", "algorithm")
 
 
 class Client:
-    """Connects your training loop to the models of an `agentevo server`:
+    """Connects your training loop to the models that `agentevo serve --training` serves:
     `async with agentevo.Client(url, key) as client`. A client belongs to one event loop."""
 
     def __init__(self, url: str, key: str, *, patience_s: float = PATIENCE_S) -> None:
-        """`url` is the address that `agentevo server` printed, `key` the content of the key file
-        that it named. Raises ConfigError if one of them is invalid."""
-        self._address = EngineAddress.read(url, what="a server", printed_by="server")
+        """`url` is the address that `agentevo serve --training` printed, `key` the content of the
+        key file that it named. Raises ConfigError if one of them is invalid."""
+        self._address = EngineAddress.read(url, what="a server", printed_by="serve --training")
         if not isinstance(key, str) or not re.fullmatch("[0-9a-f]{64}", key.strip()):
             raise ConfigError(
-                "this is not a key: give the content of the file that `agentevo server` named"
+                "this is not a key: give the content of the file that `agentevo serve --training` "
+                "named"
             )
 
         self._headers = {"Authorization": f"Bearer {key.strip()}"}
@@ -183,7 +184,7 @@ class Client:
                 if time.monotonic() + pause >= ends:
                     raise EngineUnavailableError(
                         f"{self._address.url} does not answer ({type(error).__name__} {error}): "
-                        "is `agentevo server` running there?"
+                        "is `agentevo serve --training` running there?"
                     ) from error
 
             await asyncio.sleep(pause)
@@ -202,7 +203,8 @@ def _failure(answer: httpx.Response) -> Exception:
         return error_of(decode(answer.content, WireFailure))
     except Exception:  # noqa: BLE001 (it is no server of ours)
         return EngineUnavailableError(
-            f"{answer.request.url} answers {answer.status_code}: it is not an `agentevo server`"
+            f"{answer.request.url} answers {answer.status_code}: it is not a server that "
+            "`agentevo serve --training` started"
         )
 
 

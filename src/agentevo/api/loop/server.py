@@ -1,8 +1,8 @@
-"""`agentevo server`: trains models for programs on other machines. Each model has a folder of its
-name, and a run with a thread of its own (service.py). A gateway listens, with the routes of
-programs' loops (routes.py) and those for agents that use another API client. A client with the key
-may train, but can neither run code nor read files: the keys of sections that a client may set are
-listed (client_sections.py), and its chat templates are rendered within bounds.
+"""`agentevo serve --training`: trains models for programs on other machines. Each model has a
+folder of its name, and a run with a thread of its own (service.py). A gateway listens, with the
+routes of programs' loops (routes.py) and those for agents that use another API client. A client
+with the key may train, but can neither run code nor read files: the keys of sections that a client
+may set are listed (client_sections.py), and its chat templates are rendered within bounds.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def locate(name: str) -> Path | str | KnownModel:
         raise ModelError(
             f"model {name!r}: this folder holds an adapter without its base model: set model.name "
             f"to its base and model.lora.adapter={name}, or make one model of the two with "
-            f"`agentevo models merge {name} OUT`"
+            f"`agentevo models {name} --merge OUT`"
         )
 
     if name and os.path.isdir(folder):
@@ -143,7 +143,7 @@ def missing_model(name: str) -> str:
         pass  # downloading it explains how to install its package
     except (ModelError, UnknownNameError):
         return f"the model {name[:200]} is not at that place on this machine: put it there"
-    return f"the model {name} is not on this machine: get it with `agentevo models get {name}`"
+    return f"the model {name} is not on this machine: get it with `agentevo models {name}`"
 
 
 def _folder_of(name: str) -> Path:
@@ -254,13 +254,13 @@ def _model_of_run(run_folder: Path, which: str) -> Path:
         raise ModelError(
             f"model {str(run_folder)!r}: the checkpoint {path} holds an adapter without its base "
             f"model: set model.name to that of the run's recipe and model.lora.adapter={path}, or "
-            f"make one model of the two with `agentevo models merge {path} OUT`"
+            f"make one model of the two with `agentevo models {path} --merge OUT`"
         )
     return path
 
 
 def fetch(name: str, progress: Progress | None = None) -> Path:
-    """Downloads a model (`agentevo models get`) and returns its folder. Raises the errors of
+    """Downloads a model (`agentevo models`) and returns its folder. Raises the errors of
     `resolve`, and `ModelError` offline.
 
     A hub model that was downloaded earlier is found without the network.

@@ -160,5 +160,5 @@ def _model(name: str) -> Check:
     return Check(
         f"model {name}",
         "good",
-        f"is not here yet; `agentevo models get {name}` or the first run downloads it",
+        f"is not here yet; `agentevo models {name}` or the first run downloads it",
     )

@@ -1,4 +1,4 @@
-"""Publishes trained models on the Hugging Face hub: `agentevo models push`.
+"""Publishes trained models on the Hugging Face hub: `agentevo models --push`.
 
 One commit contains weights, tokenizer, configuration and a model card (model_card.py), so readers
 of the repository see all of them or nothing. The files that only training needs (the optimizer, the

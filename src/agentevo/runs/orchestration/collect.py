@@ -173,12 +173,11 @@ class Collector:
             candidates = [t for t in candidates if t.task_id in measured]
 
         if self._rlpr is not None:
-            filtered = self._rlpr.filter(
+            kept = self._rlpr.filter(
                 [t.reward for t in candidates], [t.group_id for t in candidates]
             )
-            gathered.dropped |= {
-                candidates[position].id: "below-usual-spread" for position in filtered.dropped
-            }
+            below = sorted(set(range(len(candidates))) - set(kept))
+            gathered.dropped |= {candidates[place].id: "below-usual-spread" for place in below}
 
         gathered.sampled += sampled
         gathered.greedy += greedy

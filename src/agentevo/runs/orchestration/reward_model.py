@@ -15,7 +15,7 @@ import msgspec
 
 from agentevo.config import RunConfig
 from agentevo.config.parallel import check_alone
-from agentevo.config.rm import check_rm
+from agentevo.config.sft import check_rm
 from agentevo.errors import ConfigError
 from agentevo.models.files.load import check_overrides, load_model
 from agentevo.models.files.resolve import TINY, saved_folder

@@ -1,5 +1,5 @@
-"""`agentevo gateway`: the gateway to a run's engines as a separate process, for agents that are
-started elsewhere, by any user, in any language.
+"""`agentevo serve --gateway`: the gateway to a run's engines as a separate process, for agents that
+are started elsewhere, by any user, in any language.
 
 A client with the key of RUN/gateway/secret opens sessions (session_routes.py); a client with a
 session's key plays that one attempt with a client of OpenAI's or Anthropic's API. The gateway needs

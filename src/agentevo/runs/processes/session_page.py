@@ -1,5 +1,5 @@
-"""The session routes (session_routes.py) in the OpenAPI page of `agentevo gateway`. Their bodies
-and answers are these records, so the page always matches them."""
+"""The session routes (session_routes.py) in the OpenAPI page of `agentevo serve --gateway`. Their
+bodies and answers are these records, so the page always matches them."""
 
 from __future__ import annotations
 

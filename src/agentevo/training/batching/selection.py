@@ -5,13 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from agentevo.algorithms.filters import (
-    FilterResult,
-    dynamic_sampling,
-    is_informative,
-    overlong,
-    starpo_s,
-)
+from agentevo.algorithms.filters import dynamic_sampling, is_informative, starpo_s
 from agentevo.config import AlgorithmSection
 from agentevo.types import Trajectory
 
@@ -31,9 +25,8 @@ def usable(trajectories: Sequence[Trajectory], section: AlgorithmSection) -> Sel
     }
     remaining = [t for t in trajectories if t.id not in dropped]
     if section.drop_truncated:
-        remaining = _filter(
-            remaining, overlong([t.truncated for t in remaining]), "truncated", dropped
-        )
+        dropped |= {t.id: "truncated" for t in remaining if t.truncated}
+        remaining = [t for t in remaining if not t.truncated]
 
     return remaining, dropped
 
@@ -59,10 +52,12 @@ def select(
         return _full_batch(remaining, dropped, num_groups), dropped
 
     if section.keep_groups < 1:
-        filtered = starpo_s(
+        kept = starpo_s(
             [t.reward for t in remaining], [t.group_id for t in remaining], keep=section.keep_groups
         )
-        remaining = _filter(remaining, filtered, "small-spread", dropped)
+        small = sorted(set(range(len(remaining))) - set(kept))
+        dropped |= {remaining[position].id: "small-spread" for position in small}
+        remaining = [remaining[position] for position in kept]
 
     if section.within_group:
         remaining = _with_others(remaining, dropped, drop_zero_variance=section.drop_zero_variance)
@@ -78,27 +73,20 @@ def rewards_by_group(trajectories: Sequence[Trajectory]) -> dict[str, list[float
     return rewards
 
 
-def _filter(
-    trajectories: Sequence[Trajectory], filtered: FilterResult, reason: str, dropped: dict[str, str]
-) -> list[Trajectory]:
-    dropped |= {trajectories[position].id: reason for position in filtered.dropped}
-    return [trajectories[position] for position in filtered.kept_positions]
-
-
 def _full_batch(
     trajectories: Sequence[Trajectory], dropped: dict[str, str], num_groups: int
 ) -> list[Trajectory]:
     """The first `num_groups` groups whose rewards differ."""
-    filtered, _ = dynamic_sampling(
+    kept = dynamic_sampling(
         [t.reward for t in trajectories], [t.group_id for t in trajectories], wanted=num_groups
     )
     rewards = rewards_by_group(trajectories)
-    for position in filtered.dropped:
+    for position in sorted(set(range(len(trajectories))) - set(kept)):
         group = rewards[trajectories[position].group_id]
         reason = "group-of-one" if len(group) == 1 else "zero-variance"
         dropped[trajectories[position].id] = "surplus" if is_informative(group) else reason
 
-    return [trajectories[position] for position in filtered.kept_positions]
+    return [trajectories[position] for position in kept]
 
 
 def _with_others(
