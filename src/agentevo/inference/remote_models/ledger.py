@@ -27,6 +27,7 @@ from filelock import FileLock
 
 from agentevo.config.remote_models import BudgetSection
 from agentevo.errors import AgentEvoError
+from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.files import must_write
 
 SUMMED = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "tokens", "cost")
@@ -248,7 +249,7 @@ class Ledger:
         *complete_lines, self._rest = (self._rest + new).split(b"\n")
         for text in complete_lines:
             try:
-                self._take(msgspec.json.decode(text, type=LedgerLine))
+                self._take(decode_json(text, LedgerLine))
             except msgspec.MsgspecError:
                 continue  # an incomplete line of a process that was killed
 

@@ -24,6 +24,7 @@ from agentevo.errors import EngineError
 from agentevo.inference.serving.directory import FORGET_S, Announcement
 from agentevo.inference.serving.secret import RunSecret
 from agentevo.inference.weights.objects import Objects, state_of
+from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.event_loop import in_thread
 
 LOG = logging.getLogger(__name__)
@@ -161,9 +162,7 @@ class StoreAnnouncements:
     def _read(self, name: str) -> SignedAnnouncement | None:
         """The announcement in an object; None if no engine wrote it."""
         try:
-            return msgspec.json.decode(
-                self._objects.get(f"{FOLDER}/{name}"), type=SignedAnnouncement
-            )
+            return decode_json(self._objects.get(f"{FOLDER}/{name}"), SignedAnnouncement)
         except (FileNotFoundError, msgspec.MsgspecError):
             return None
 

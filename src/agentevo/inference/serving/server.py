@@ -40,6 +40,7 @@ from agentevo.inference.serving.messages import (
     status_and_answer,
 )
 from agentevo.inference.serving.secret import NAME, RunSecret
+from agentevo.runtime.decoding import decode_json
 
 try:
     import websockets  # noqa: F401 (uvicorn uses it, and drops WebSockets without it)
@@ -125,7 +126,7 @@ class EngineApp:
 
     async def sleep(self, request: Request) -> Response:
         async def work() -> EngineState:
-            options = msgspec.json.decode(await _body(request) or b"{}", type=SleepRequest)
+            options = decode_json(await _body(request) or b"{}", SleepRequest)
             sleeper = self._sleeper()
             await self._run_until_hang_up(
                 request, sleeper.sleep(in_flight=options.in_flight, deadline_s=options.deadline_s)
