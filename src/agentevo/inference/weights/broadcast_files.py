@@ -29,9 +29,9 @@ import msgspec
 import torch
 
 from agentevo.errors import EngineError
-from agentevo.inference.weights.version_manifest import LATEST_FILE
-from agentevo.inference.weights.weight_transport import LAST_VERSION, Latest
+from agentevo.inference.weights.weight_transport import LAST_VERSION, LATEST_FILE, Latest
 from agentevo.models.compute.parts import Spec
+from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.files import open_regular, write_atomic
 
 STALE_S = 15.0
@@ -318,7 +318,7 @@ class BroadcastFiles:
 
     def _decode(self, path: Path, raw: bytes, kind: type[T]) -> T:
         try:
-            return msgspec.json.decode(raw, type=kind)
+            return decode_json(raw, kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise EngineError(
                 f"{path} can't be read ({error}): it is torn, or another program wrote it"
