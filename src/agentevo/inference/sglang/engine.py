@@ -52,7 +52,7 @@ from agentevo.inference.sglang.wire import (
 )
 from agentevo.inference.weights.weight_checks import VerifiedWeights, check_publish, verify_weights
 from agentevo.models.compute.parameters import trained_weights
-from agentevo.runtime.event_loop import in_thread
+from agentevo.runtime.event_loop import in_thread, run_to_end
 from agentevo.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -296,8 +296,7 @@ class SglangEngine:
             await in_thread(write_version, self._model, self._tokenizer, weights, folder)
             async with self._without_requests(until):
                 # Never cancelled: after half of it, the server would wait forever.
-                replacing = asyncio.ensure_future(self._replace(version, label, folder))
-                await _to_its_end(replacing)
+                await run_to_end(self._replace(version, label, folder))
         finally:
             if self._good_folder != folder:
                 await in_thread(shutil.rmtree, folder, ignore_errors=True)
@@ -489,18 +488,3 @@ class SglangEngine:
             "engine/swap_s": self._swap_s,
             "engine/asleep_s": self.slept_s,
         }
-
-
-async def _to_its_end(task: asyncio.Future[None]) -> None:
-    """Waits for the end of the task, even if the caller is cancelled. The cancellation is raised
-    afterwards."""
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError:
-            cancelled = True
-
-    task.result()
-    if cancelled:
-        raise asyncio.CancelledError
