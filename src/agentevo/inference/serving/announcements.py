@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from agentevo.config import RunConfig
 from agentevo.errors import EngineError
 from agentevo.inference.serving.directory import FORGET_S, Announcement
 from agentevo.inference.serving.secret import RunSecret
@@ -184,6 +185,12 @@ class StoreAnnouncements:
             )
 
 
+def store_announcements(config: RunConfig, secret: RunSecret) -> StoreAnnouncements | None:
+    """The announcements in the object store of the run's weights; None without such a store."""
+    url = config.rollout.weights.url
+    return None if url is None else StoreAnnouncements(Objects(url), secret)
+
+
 class AnnouncementWatcher:
     """Looks for announcements in the background. `found` has the announcements of the last look
     that reached the store."""
@@ -196,6 +203,12 @@ class AnnouncementWatcher:
         self.found: list[Announcement] = []
         self.trouble = ""
         """The error of the last look; empty if it succeeded."""
+
+    @classmethod
+    def of(cls, config: RunConfig, secret: RunSecret) -> AnnouncementWatcher | None:
+        """Watches `store_announcements`."""
+        announcements = store_announcements(config, secret)
+        return None if announcements is None else cls(announcements)
 
     async def look(self) -> None:
         """Looks once."""

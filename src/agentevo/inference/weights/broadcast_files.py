@@ -268,12 +268,7 @@ class BroadcastFiles:
 
     def take(self, requests: Iterable[PlaceRequest]) -> list[PlaceRequest]:
         """Deletes the requests that still exist, and returns them."""
-        taken = []
-        for request in requests:
-            with suppress(FileNotFoundError):
-                self._ask(request.id).unlink()
-                taken.append(request)
-        return taken
+        return [request for request in requests if self.withdraw(request)]
 
     def path(self, round_id: str) -> Path:
         """The folder of a round."""
