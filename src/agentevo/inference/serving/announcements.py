@@ -185,7 +185,7 @@ class StoreAnnouncements:
             )
 
 
-def store_announcements(config: RunConfig, secret: RunSecret) -> StoreAnnouncements | None:
+def open_announcements(config: RunConfig, secret: RunSecret) -> StoreAnnouncements | None:
     """The announcements in the object store of the run's weights; None without such a store."""
     url = config.rollout.weights.url
     return None if url is None else StoreAnnouncements(Objects(url), secret)
@@ -206,8 +206,8 @@ class AnnouncementWatcher:
 
     @classmethod
     def of(cls, config: RunConfig, secret: RunSecret) -> AnnouncementWatcher | None:
-        """Watches `store_announcements`."""
-        announcements = store_announcements(config, secret)
+        """Watches `open_announcements`."""
+        announcements = open_announcements(config, secret)
         return None if announcements is None else cls(announcements)
 
     async def look(self) -> None:

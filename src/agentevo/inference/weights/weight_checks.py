@@ -54,8 +54,9 @@ class PublishingEngine:
             raise
 
     async def _verify_in_thread(self, weights: Weights) -> VerifiedWeights:
-        is_verified = isinstance(weights, VerifiedWeights)
-        return weights if is_verified else await in_thread(self.verify, weights)
+        if isinstance(weights, VerifiedWeights):
+            return weights
+        return await in_thread(self.verify, weights)
 
     @contextmanager
     def _counting_publish(self) -> Iterator[None]:

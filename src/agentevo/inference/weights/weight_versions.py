@@ -199,16 +199,18 @@ class WeightVersions(ABC):
         trained = {
             name: tensor.cpu().contiguous() for name, tensor in trained_weights(model).items()
         }
-        held = None if in_full else self._base_of_delta(trained, version)
-        change = {} if held is None else delta_of(held.tensors, trained)
+        previous = None if in_full else self._base_of_delta(trained, version)
+        change = {} if previous is None else delta_of(previous.tensors, trained)
         specs = _specs(trained)
-        if held is None or not self._is_delta_small_enough(held.base, num_bytes(change), specs):
+        if previous is None or not self._is_delta_small_enough(
+            previous.base, num_bytes(change), specs
+        ):
             manifest = VersionManifest(version, 0, len(trained), [])
-            manifest = self._put(_files("weights", specs), iter(trained.items()), manifest)
+            manifest = self._put(_split("weights", specs), iter(trained.items()), manifest)
         else:
             sums = dict(zip(trained, in_parallel(checksum, trained.values()), strict=True))
-            files = _files("delta", _specs(change))
-            manifest = self._put(files, iter(change.items()), held.base.delta(version, sums))
+            files = _split("delta", _specs(change))
+            manifest = self._put(files, iter(change.items()), previous.base.delta(version, sums))
 
         latest = self._announce(manifest, keep)
         if self._full_every > 1:
@@ -235,12 +237,12 @@ class WeightVersions(ABC):
         if base is None or delta is None:
             manifest = VersionManifest(version, 0, len(specs), [])
             with how.tensors(only_trained=True) as tensors:
-                manifest = self._put(_files("weights", specs), tensors, manifest)
+                manifest = self._put(_split("weights", specs), tensors, manifest)
         else:
             how.send_to_others(GiveChanges())
             with delta.taken() as changes:
                 manifest = base.delta(version, delta.state, delta.grids)
-                manifest = self._put(_files("delta", delta.specs), changes, manifest)
+                manifest = self._put(_split("delta", delta.specs), changes, manifest)
 
         latest = self._announce(manifest, keep)
         if self._full_every > 1:
@@ -495,7 +497,7 @@ def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
     return {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def _files(stem: str, specs: Mapping[str, Spec]) -> dict[str, dict[str, Spec]]:
+def _split(stem: str, specs: Mapping[str, Spec]) -> dict[str, dict[str, Spec]]:
     return split_files(stem, specs, PART_BYTES)
 
 

@@ -96,7 +96,7 @@ class WeightsFolder(WeightVersions):
         with atomic_folder(self.path(manifest.version)) as staging:
             write_files(staging, files, tensors)
             manifest = manifest.with_parts(
-                in_parallel(_written_part, [staging / file for file in files])
+                in_parallel(_sync_part, [staging / file for file in files])
             )
             (staging / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
             sync_to_disk(staging / MANIFEST_FILE)
@@ -120,7 +120,7 @@ class WeightsFolder(WeightVersions):
         self._compare(version, part, actual)
 
 
-def _written_part(path: Path) -> ManifestPart:
+def _sync_part(path: Path) -> ManifestPart:
     """Syncs a written file to the disk, so that it survives a power cut. Returns its manifest
     entry."""
     sync_to_disk(path)

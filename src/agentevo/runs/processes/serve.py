@@ -31,7 +31,7 @@ from agentevo.errors import (
 )
 from agentevo.inference.engine import NO_VERSION, InFlight, UpdatableEngine, Weights
 from agentevo.inference.engines import check_engine, engines
-from agentevo.inference.serving.announcements import StoreAnnouncements, store_announcements
+from agentevo.inference.serving.announcements import StoreAnnouncements, open_announcements
 from agentevo.inference.serving.certificate import RunCertificate, check_installed
 from agentevo.inference.serving.directory import Announcement, EngineDirectory
 from agentevo.inference.serving.http_server import open_socket, url_of
@@ -162,7 +162,7 @@ def _board(
 ) -> StoreAnnouncements | None:
     """The place in which samplers without a shared folder find this engine; None if there is none,
     or if the engine is not encrypted and so only for this machine."""
-    return store_announcements(config, secret) if announcement.certificate else None
+    return open_announcements(config, secret) if announcement.certificate else None
 
 
 async def _until(
