@@ -24,9 +24,8 @@ import torch
 
 from agentevo.config import ModelSection
 from agentevo.inference.weights.object_store import ObjectStoreWeights
-from agentevo.inference.weights.version_manifest import VersionManifest
 from agentevo.inference.weights.weight_delta import find_change
-from agentevo.inference.weights.weight_versions import WeightVersions
+from agentevo.inference.weights.weight_versions import VersionManifest, WeightVersions
 from agentevo.inference.weights.weights_folder import WeightsFolder
 from agentevo.models.compute.parameters import trained_weights
 from agentevo.models.files.load import load_model

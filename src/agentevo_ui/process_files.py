@@ -19,6 +19,7 @@ from agentevo.inference.serving.directory import DEAD_S, Announcement
 from agentevo.inference.weights.weight_transport import Latest
 from agentevo.observability.pages.text import shown
 from agentevo.runs.folder.sources import RunSource
+from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.files import open_regular
 
 MAX_FILES = 1_000
@@ -79,9 +80,7 @@ def engines(source: RunSource) -> list[ListedEngine]:
     listed = []
     for path, what in _files(source.file("engines"), ".json"):
         with suppress(OSError, msgspec.MsgspecError):
-            announcement = msgspec.json.decode(
-                _read_end(path, MAX_JSON_BYTES)[0], type=Announcement
-            )
+            announcement = decode_json(_read_end(path, MAX_JSON_BYTES)[0], Announcement)
             lives = abs(time.time() - what.st_mtime) <= DEAD_S
             listed.append(
                 ListedEngine(
@@ -104,7 +103,7 @@ def weights(source: RunSource) -> Weights | None:
     folder = source.file("weights")
     for path, what in _files(folder, "latest.json"):
         with suppress(OSError, msgspec.MsgspecError):
-            latest = msgspec.json.decode(_read_end(path, MAX_JSON_BYTES)[0], type=Latest)
+            latest = decode_json(_read_end(path, MAX_JSON_BYTES)[0], Latest)
             return Weights(latest.version, what.st_mtime, _versions(folder))
     return None
 

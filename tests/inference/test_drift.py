@@ -474,25 +474,14 @@ def test_after_a_retry_the_received_answer_is_gone_on_from() -> None:
     assert turn.parent == received.index
 
 
-def test_the_place_and_the_first_other_token_of_a_class() -> None:
+def test_the_first_place_of_a_class() -> None:
     client = Client(7)
     client.go_on()
     messages = list(client.messages)
     messages[1] = Message("user", "Go!")
     client.ask(messages)
     place = client.conversation.drift.first["user_edited"]
-    assert (place.message, place.turn) == (2, 0)
-    assert (place.recorded, place.came) == ("user: Go.", "user: Go!")
-
-    difference = client.conversation.first_difference(place)
-    assert difference is not None
-
-    context = client.conversation.prompt_ids(0)
-    rendered = CHAT.first_prompt(messages)
-    assert context[: difference.position] == rendered[: difference.position]
-    assert context[difference.position] != rendered[difference.position]
-    assert difference.before.endswith("Go")
-    assert difference.recorded.startswith(".") and difference.rendered.startswith("!")
+    assert place == (2, "user: Go.", "user: Go!")
 
 
 def test_a_long_message_is_shown_where_it_differs() -> None:

@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 
-from agentevo.errors import DeadlineExceededError, EngineError
+from agentevo.errors import EngineError
 from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.types import SamplingParams
 
@@ -158,30 +158,6 @@ def test_requests_in_flight(in_flight, one, difference):
             assert logprob == pytest.approx(float(row[token]), abs=1e-4), (
                 f"request {index}, token {place}"
             )
-
-
-def test_a_publish_that_can_not_wait_any_longer_leaves_all_as_it_was(one):
-    engine = TorchEngine(one.model)
-    held = copy.deepcopy(one.model.state_dict())
-
-    async def work():
-        long = asyncio.create_task(
-            engine.generate(PROMPT, SamplingParams(max_new_tokens=900), deadline_s=300)
-        )
-        await asyncio.sleep(0)
-        while not engine.scheduler.running:
-            await asyncio.sleep(0)
-
-        with pytest.raises(DeadlineExceededError, match="the old weights keep serving"):
-            await engine.publish(1, new_weights(one.model), deadline_s=0.05)
-
-        found = await engine.generate(PROMPT, LONG, deadline_s=300)
-        long.cancel()
-        return found
-
-    assert asyncio.run(work()).versions == [0] * 24
-    assert engine.version == 0
-    assert all(torch.equal(held[name], tensor) for name, tensor in one.model.state_dict().items())
 
 
 def test_a_resumed_engine_counts_on_from_its_checkpoint(one, complete):

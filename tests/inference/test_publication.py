@@ -10,14 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors import SafetensorError
 
 from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.inference.engine import NO_VERSION
 from agentevo.inference.weights import publication
 from agentevo.inference.weights import weights_folder as weights_module
 from agentevo.inference.weights.publication import Publication
-from agentevo.inference.weights.transports import SharedWeights
+from agentevo.inference.weights.transports import transports
 from agentevo.inference.weights.weights_folder import WeightsFolder
 from agentevo.rollout.task_source import TaskSource
 from agentevo.runs.orchestration import rollout_sources as attempts
@@ -165,23 +164,18 @@ def test_a_folder_that_is_away_is_waited_for(published, model, notes):
     assert whole(folder, model)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [SafetensorError("No space left on device"), OSError(errno.ENOSPC, "No space left on device")],
-    ids=repr,
-)
 def test_a_version_for_which_there_is_no_room_comes_when_there_is(
-    error, published, model, notes, monkeypatch
+    published, model, notes, monkeypatch
 ):
     """A trainer that does not wait, after its last step for example, is not ended by it."""
     folder, made = published
 
-    def full(tensors, path):
-        path.write_bytes(b"half")
-        raise error
+    def full(folder, files, tensors):
+        (folder / next(iter(files))).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(weights_module, "save_file", full)
+        patch.setattr(weights_module, "write_files", full)
         asyncio.run(made.publish(3))
         for _ in range(3):
             asyncio.run(made.look_after())
@@ -229,7 +223,7 @@ def test_while_a_trainer_waits_engines_get_what_was_damaged(small_config, tmp_pa
                 config=config,
                 model=model,
                 engine=own,
-                weights=SharedWeights(model, own, config, notes.append),
+                weights=transports.get("shared").sender(model, own, config, notes.append),
                 store=store,
                 tasks=TaskSource(config, None),
                 run_engines=None,

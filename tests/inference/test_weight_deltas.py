@@ -15,8 +15,8 @@ from agentevo.errors import EngineError
 from agentevo.inference.weights import weight_versions
 from agentevo.inference.weights import weights_folder as weights
 from agentevo.inference.weights.publication import Publication
-from agentevo.inference.weights.version_manifest import VersionManifest
 from agentevo.inference.weights.weight_delta import apply_change, checksum, find_change, pack_change
+from agentevo.inference.weights.weight_versions import VersionManifest
 from agentevo.inference.weights.weights_folder import WeightsFolder
 from agentevo.runtime import files
 from examples import examples

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from agentevo.config import ParallelSection, SFTSection
 from agentevo.inference.weights.part_deltas import PublishedParts
-from agentevo.inference.weights.version_manifest import VersionManifest
 from agentevo.inference.weights.weight_delta import num_bytes
+from agentevo.inference.weights.weight_versions import VersionManifest
 from agentevo.inference.weights.weights_folder import WeightsFolder
 from agentevo.models.compute.parameters import trained_weights
 from agentevo.models.compute.sharded import note_change, skeleton_of

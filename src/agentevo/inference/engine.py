@@ -111,6 +111,15 @@ def check_tokens(ids: Sequence[int], vocabulary: int) -> None:
         )
 
 
+def check_prompt(prompt_ids: Sequence[int], sampling: SamplingParams, vocabulary: int) -> None:
+    """Raises EngineError for an empty prompt, and for ids outside the model's vocabulary in the
+    prompt or in the penalties."""
+    if not prompt_ids:
+        raise EngineError("the prompt is empty: an engine needs at least one token to predict from")
+    last = sampling.penalties.last_token if sampling.penalties else 0
+    check_tokens((*prompt_ids, max(last, 0)), vocabulary)
+
+
 def check_score(
     context_ids: Sequence[int], ids: Sequence[int], temperature: float, deadline_s: float
 ) -> None:

@@ -26,6 +26,7 @@ from types import MappingProxyType
 import msgspec
 
 from agentevo.errors import CheckpointError, UnusableCheckpointError
+from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.files import sync_to_disk
 
 NAME = "checkpoint.json"
@@ -115,7 +116,7 @@ def read(folder: Path) -> CheckpointManifest:
         raise _unreadable(path, error) from error
 
     try:
-        manifest = msgspec.json.decode(content, type=CheckpointManifest)
+        manifest = decode_json(content, CheckpointManifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TornError(f"{path} is torn ({error}): resume from an older checkpoint") from error
 

@@ -16,6 +16,7 @@ import filelock
 import msgspec
 
 from agentevo.errors import ConfigError
+from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.event_loop import in_thread
 from agentevo.runtime.files import must_write, write_atomic
 
@@ -64,7 +65,7 @@ class BaselineScorers:
     def _read(self) -> dict[str, Baseline]:
         assert self._path is not None
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, Baseline])
+            return decode_json(self._path.read_bytes(), dict[str, Baseline])
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.MsgspecError) as error:

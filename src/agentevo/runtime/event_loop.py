@@ -188,13 +188,19 @@ async def in_thread(function: Callable[P, T], *args: P.args, **options: P.kwargs
 
 
 async def run_to_end(work: Awaitable[T]) -> T:
-    """Waits for the work even if this task is cancelled, and raises the cancellation afterwards."""
+    """Waits for the work even if this task is cancelled, also repeatedly, and raises the
+    cancellation afterwards."""
     task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
+    cancellation: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancellation = error
+
+    if cancellation is not None:
+        raise cancellation
+    return task.result()
 
 
 def _is_running() -> bool:

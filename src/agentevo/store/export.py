@@ -26,6 +26,7 @@ from typing import IO, Any, Unpack, cast
 import msgspec
 
 from agentevo.errors import StoreError, UnusableStoreError
+from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.parsing import check_file
 from agentevo.runtime.progress import bar
 from agentevo.store.records import StepRecord, StoredTask, StoredTrajectory, TrajectoryFilter
@@ -172,15 +173,15 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parse(line: bytes) -> tuple[str, Any]:
-    kind = msgspec.json.decode(line, type=_Kind).kind
+    kind = decode_json(line, _Kind).kind
     record = _KINDS[kind]
     if record is not StoredTrajectory:
-        return kind, msgspec.json.decode(line, type=record)
+        return kind, decode_json(line, record)
 
     ledger = {name for name in StoredTrajectory.__struct_fields__ if name != "trajectory"}
     fields = {name: value for name, value in msgspec.json.decode(line).items() if name in ledger}
     return kind, msgspec.convert(
-        fields | {"trajectory": msgspec.json.decode(line, type=Trajectory)}, type=StoredTrajectory
+        fields | {"trajectory": decode_json(line, Trajectory)}, type=StoredTrajectory
     )
 
 

@@ -22,6 +22,7 @@ import msgspec
 
 from agentevo.errors import ConfigError
 from agentevo.models.checkpoint_manifest import TRAINING_FILES
+from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.files import must_write, open_regular, write_atomic
 from agentevo_evolve.pipeline.schema import MAX_STAGES
 
@@ -117,7 +118,7 @@ def read_state(folder: Path) -> PipelineState:
         if len(content) > MAX_BYTES:
             raise OSError(f"it has more than {MAX_BYTES:,} bytes")
 
-        state = msgspec.json.decode(content, type=PipelineState)
+        state = decode_json(content, PipelineState)
         if len(state.stages) > MAX_STATES:
             raise OSError(f"it has more than {MAX_STATES:,} stages")
 

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from agentevo.agents.tools.corpus import Index, Passage
+from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.event_loop import in_thread
 
 MAX_BODY = 2**20
@@ -84,7 +85,7 @@ class Retriever:
 
     def _read(self, body: bytes) -> _RetrievalRequest:
         try:
-            request = msgspec.json.decode(body, type=_RetrievalRequest)
+            request = decode_json(body, _RetrievalRequest)
         except (msgspec.DecodeError, RecursionError) as error:
             example = '{"queries": ["..."], "topk": 3, "return_scores": true}'
             raise _RetrievalRefusal(400, f"{error}: write {example}") from None

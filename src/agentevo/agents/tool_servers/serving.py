@@ -36,6 +36,7 @@ from agentevo.errors import (
     describe_error,
 )
 from agentevo.runtime.console import to_stderr
+from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.extras import load_extra
 from agentevo.runtime.tracebacks import traceback_of
 from agentevo.types import Task
@@ -238,7 +239,7 @@ def _task_of_headers(headers: Mapping[str, str]) -> Task | None:
         return None
 
     try:
-        return msgspec.json.decode(base64.b64decode(header, validate=True), type=Task)
+        return decode_json(base64.b64decode(header, validate=True), Task)
     except (ValueError, msgspec.DecodeError) as error:
         raise MCPError(INVALID_REQUEST, f"the header {TASK_HEADER}: {error}") from None
 
@@ -259,6 +260,6 @@ def own_task() -> tuple[Task, int]:
     variable = os.environ.get("AGENTEVO_TASK")
     try:
         seed = int(os.environ.get("AGENTEVO_SEED") or 0)
-        return (msgspec.json.decode(variable, type=Task) if variable else Task(id="none")), seed
+        return (decode_json(variable, Task) if variable else Task(id="none")), seed
     except (ValueError, msgspec.DecodeError) as error:
         raise ConfigError(f"AGENTEVO_TASK and AGENTEVO_SEED are not a task: {error}") from error

@@ -34,12 +34,7 @@ from agentevo.errors import (
     RequestTooLongError,
     shown,
 )
-from agentevo.inference.conversations.drift import (
-    Drift,
-    DriftPlace,
-    TokenDifference,
-    first_difference,
-)
+from agentevo.inference.conversations.drift import Drift
 from agentevo.inference.conversations.history import Histories, HistoryMatch, HistoryNode
 from agentevo.inference.conversations.plain_prompts import (
     PlainTexts,
@@ -357,15 +352,6 @@ class Conversation:
     def prompt_ids(self, turn: int) -> list[int]:
         """The ids of the whole context that turn `turn` answered."""
         return context_of(self._turns, turn)
-
-    def first_difference(self, place: DriftPlace) -> TokenDifference | None:
-        """Encodes a whole request, and returns the first token that differs from the recorded one,
-        or None. Raises ModelError for messages that the template refuses."""
-        recorded = self._context(place.turn)
-        rendered = self._chat.first_prompt(place.messages, place.tools)
-        return first_difference(
-            recorded, rendered, lambda ids: str(self._chat.tokenizer.decode(list(ids)))
-        )
 
     @property
     def chat(self) -> ChatFormat:

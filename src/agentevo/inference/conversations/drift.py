@@ -14,49 +14,37 @@ under the class of the first message that differs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from agentevo.inference.conversations.equivalence import edit, key_of, undone
 from agentevo.inference.conversations.history import HistoryMatch, HistoryNode
-from agentevo.models.chat.chat_template import ToolSchemas
 from agentevo.types import Message
 
 UNDONE_PREFIX = "joined/"
 """The prefix of the classes of answers that were undone."""
 SHOWN_CHARS = 120
 """The number of a message's characters that are kept for display."""
-CONTEXT_TOKENS = 12
-"""The number of tokens that are shown before and after a difference."""
 
 
-@dataclass(frozen=True, slots=True)
-class DriftPlace:
+class DriftPlace(NamedTuple):
     """The first occurrence of a class of drift."""
 
-    kind: str
     message: int
     """The number of the message in the request, from 1."""
     recorded: str
     """The recorded message, shortened and escaped; empty if there is none."""
     came: str
     """The message that came back in its place."""
-    turn: int
-    """The recorded answer that the request was compared with."""
-    messages: tuple[Message, ...]
-    """All messages of the request."""
-    tools: ToolSchemas
 
 
 class _DriftEvent(NamedTuple):
-    """Drift in a request: its class, the number of the message (from 0), the recorded text, the
-    text that came back, and the recorded answer that the request was compared with."""
+    """Drift in a request: its class, the number of the message (from 0), the recorded text, and
+    the text that came back."""
 
     kind: str
     number: int
     texts: tuple[str, str]
-    answer: HistoryNode
 
 
 class Drift:
@@ -100,7 +88,7 @@ class Drift:
         branch = self._branch(match)
         if branch is not None:
             self.branched += 1
-            self._add(branch, match)
+            self._add(branch)
         elif match.answer is not None:
             self.extended += 1
 
@@ -109,22 +97,14 @@ class Drift:
             if node.came is None and match.answer is not None:
                 for kind in undone(node.forms, message):
                     texts = _line(node.forms[-1]), _line(message)
-                    self._add(_DriftEvent(UNDONE_PREFIX + kind, number, texts, match.answer), match)
+                    self._add(_DriftEvent(UNDONE_PREFIX + kind, number, texts))
             node.came = message
 
-    def _add(self, finding: _DriftEvent, match: HistoryMatch) -> None:
+    def _add(self, finding: _DriftEvent) -> None:
         self.counts[finding.kind] += 1
-        if finding.kind not in self.first and finding.answer.turn is not None:
+        if finding.kind not in self.first:
             recorded, came = _shown(*finding.texts)
-            self.first[finding.kind] = DriftPlace(
-                kind=finding.kind,
-                message=finding.number + 1,
-                recorded=recorded,
-                came=came,
-                turn=finding.answer.turn,
-                messages=tuple(match.messages),
-                tools=match.root.tools,
-            )
+            self.first[finding.kind] = DriftPlace(finding.number + 1, recorded, came)
 
     def _branch(self, match: HistoryMatch) -> _DriftEvent | None:
         """Counts the drift of a request that does not extend the answers that it contains."""
@@ -149,7 +129,7 @@ class Drift:
                 message = match.messages[answers[0]]
                 original = _nearest(siblings, message)
                 texts = _line(original.forms[-1]), _line(message)
-                return _DriftEvent(edit(original.forms, message), answers[0], texts, original)
+                return _DriftEvent(edit(original.forms, message), answers[0], texts)
 
         return None
 
@@ -173,14 +153,14 @@ def _compare_request(match: HistoryMatch, number: int, original: HistoryNode) ->
     first = _common(recorded, came, match)
     if original.tools != match.root.tools:
         texts = original.tools.as_json, match.root.tools.as_json
-        return _DriftEvent("tools_changed", first, texts, original)
+        return _DriftEvent("tools_changed", first, texts)
 
     last = _common(recorded[first:][::-1], came[first:][::-1], match)
     replaced = [node.forms[-1] for node in recorded[first : len(recorded) - last]]
     instead = [match.messages[n] for n in came[first : len(came) - last]]
     kind = _class_of(recorded[first : len(recorded) - last], instead)
     texts = _line(replaced[0]) if replaced else "", _line(match.messages[first])
-    return _DriftEvent(kind, first, texts, original)
+    return _DriftEvent(kind, first, texts)
 
 
 def _common(recorded: Sequence[HistoryNode], came: Sequence[int], match: HistoryMatch) -> int:
@@ -244,39 +224,3 @@ def _shown(*texts: str) -> list[str]:
 def _escape_line(text: str, is_cut: bool) -> str:
     line = text.encode("unicode_escape", "surrogatepass").decode("ascii")
     return f"...{line}" if is_cut else line
-
-
-@dataclass(frozen=True, slots=True)
-class TokenDifference:
-    """The first difference between a request that is rendered as a whole and the recorded
-    tokens."""
-
-    position: int
-    before: str
-    """The text of the last tokens before the difference, escaped."""
-    recorded: str
-    """The text of the recorded tokens from there on; empty if there are no more."""
-    rendered: str
-
-
-def first_difference(
-    recorded: Sequence[int], rendered: Sequence[int], text: Callable[[Sequence[int]], str]
-) -> TokenDifference | None:
-    """The first token in which two sequences differ. None if one is a prefix of the other."""
-    pairs = enumerate(zip(recorded, rendered, strict=False))
-    position = next((place for place, (a, b) in pairs if a != b), None)
-    if position is None:
-        return None
-
-    start = max(0, position - CONTEXT_TOKENS)
-    end = position + CONTEXT_TOKENS
-    before = text(recorded[start:position])
-    recorded_text = text(recorded[position:end])
-    instead = text(rendered[position:end])
-
-    return TokenDifference(
-        position,
-        before=_escape_line(before, False),
-        recorded=_escape_line(recorded_text, False),
-        rendered=_escape_line(instead, False),
-    )

@@ -49,11 +49,17 @@ from agentevo.inference.engine import (
     TokenListener,
     TokenScores,
     Weights,
+    check_prompt,
     check_request,
     check_score,
     check_tokens,
 )
-from agentevo.inference.weights.weight_checks import VerifiedWeights, check_publish, verify_weights
+from agentevo.inference.weights.weight_checks import (
+    PublishingEngine,
+    VerifiedWeights,
+    check_publish,
+    verify_weights,
+)
 from agentevo.models.compute.adapters import adapter_names, use_adapter
 from agentevo.models.compute.invariance import batch_dependence
 from agentevo.models.compute.linear import drop_packed
@@ -72,7 +78,7 @@ MAX_FAILED_STEPS = 3
 """The engine ends after this many failed steps in a row."""
 
 
-class TorchEngine:
+class TorchEngine(PublishingEngine):
     """See the module. `model` must have gone through `agentevo.models.compute.attention.prepare`;
     `tokenizer` is needed for stop strings only."""
 
@@ -82,6 +88,7 @@ class TorchEngine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: EngineSection | None = None,
     ) -> None:
+        super().__init__(model)
         self.model = model
         self._earlier = EarlierWeights(model)
         self.tokenizer = tokenizer
@@ -117,15 +124,13 @@ class TorchEngine:
         """The number of consecutive failed steps until now."""
         self.failure: EngineError | None = None
         """The error that every request got when a step last failed."""
-        self._refused_publishes = 0
-        """The number of rejected publishes."""
         self._is_admission_paused = False
         """Whether no request is admitted, because weights will be swapped or the engine will
         sleep."""
         self._asleep_since: float | None = None
         self._pump: asyncio.Task[None] | None = None
-        self._generated = self._computed = self._steps = self._publishes = 0
-        self._busy_s = self._swap_s = self._asleep_s = 0.0
+        self._generated = self._computed = self._steps = 0
+        self._busy_s = self._asleep_s = 0.0
 
     @property
     def version(self) -> int:
@@ -154,13 +159,7 @@ class TorchEngine:
     ) -> Completion:
         """See Engine.generate. `version`: see `serving`."""
         check_request(sampling, deadline_s)
-        if not prompt_ids:
-            raise EngineError(
-                "the prompt is empty: an engine needs at least one token to predict from"
-            )
-
-        last = sampling.penalties.last_token if sampling.penalties else 0
-        check_tokens((*prompt_ids, max(last, 0)), self._vocabulary)
+        check_prompt(prompt_ids, sampling, self._vocabulary)
         if sampling.stop_strings and self.tokenizer is None:
             raise EngineError(
                 "stop strings need a tokenizer: build TorchEngine with one, or use stop_token_ids"
@@ -252,14 +251,6 @@ class TorchEngine:
         self._version = version
         self._forget_all()
 
-    def verify(self, weights: Weights) -> VerifiedWeights:
-        """See UpdatableEngine.verify and `verify_weights`."""
-        try:
-            return verify_weights(self.model, weights)
-        except EngineError:
-            self._refused_publishes += 1
-            raise
-
     async def publish(
         self,
         version: int,
@@ -278,8 +269,7 @@ class TorchEngine:
             if isinstance(weights, VerifiedWeights) or weights is None
             else self.verify(weights)
         )
-        swapped = False
-        try:
+        with self._counting_publish():
             self._check_publish(version, verified, adapter)
             async with self._pause_admission("publish", in_flight, deadline_s):
                 self._check_publish(version, verified, adapter)  # another may have come first
@@ -291,11 +281,7 @@ class TorchEngine:
 
                 self._version = version
                 self._weights_changed()
-                self._publishes += 1
                 self._swap_s += time.perf_counter() - started
-                swapped = True
-        finally:
-            self._refused_publishes += not swapped
 
     def _check_publish(
         self, version: int, weights: VerifiedWeights | None, adapter: str | None
@@ -369,9 +355,7 @@ class TorchEngine:
             "engine/waiting": len(scheduler.waiting),
             "engine/kv_tokens": scheduler.memory_tokens(),
             "engine/kv_capacity_tokens": scheduler.kv_tokens,
-            "engine/publishes": self._publishes,
-            "engine/refused_publishes": self._refused_publishes,
-            "engine/swap_s": self._swap_s,
+            **self._publish_stats(),
             "engine/asleep_s": self.slept_s,
             **({} if self._routing is None else self._routing.stats()),
         }

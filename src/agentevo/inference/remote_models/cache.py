@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from agentevo.inference.remote_models.wire import RemoteReply
+from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.files import create_atomic, must_write
 
 
@@ -36,7 +37,7 @@ class ReplyCache:
         """The cached answer, or None. A file that can't be read counts as missing."""
         try:
             content = self._path(url, body).read_bytes()
-            reply = msgspec.json.decode(content, type=RemoteReply)
+            reply = decode_json(content, RemoteReply)
         except (OSError, msgspec.MsgspecError):
             return None
         return msgspec.structs.replace(reply, is_cached=True, cost=0.0)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentevo.errors import AgentEvoError, storable
-from agentevo.inference.remote_models.events import EventReader
 from agentevo.inference.remote_models.wire import BadAnswerError, Listen, RemoteReply, Wire
 from agentevo.runtime.http_clients import is_loopback, trusted_context
 
@@ -25,6 +24,8 @@ MAX_ANSWER = 64 * 2**20
 """The most bytes of an answer."""
 SHOWN = 300
 """The number of a server's answer's characters that a message shows."""
+DONE = b"[DONE]"
+"""OpenAI's last event."""
 _AGAIN = {408, 409, 425, 429}
 _NO_CREDIT = "insufficient_quota"
 """OpenAI's code for an account without credit. Its status is 429, but waiting does not help."""
@@ -49,6 +50,35 @@ class Unanswered(AgentEvoError):
         self.is_retryable = is_retryable
         self.may_cost = may_cost
         self.retry_after_s = retry_after_s
+
+
+class EventReader:
+    """Reads server-sent events: takes bytes in pieces of any size, and yields the data of whole
+    events. Their names and ids are ignored.
+    https://html.spec.whatwg.org/multipage/server-sent-events.html"""
+
+    def __init__(self) -> None:
+        self._line = bytearray()
+        self._data: list[bytes] = []
+
+    def feed(self, part: bytes) -> Iterator[bytes]:
+        """The data of the events that this part completes; without DONE."""
+        *ended_lines, rest = part.split(b"\n")
+        for line in ended_lines:
+            self._line += line
+            complete_line = bytes(self._line)
+            self._line = bytearray()
+            yield from self._taken(complete_line.removesuffix(b"\r"))
+        self._line += rest
+
+    def _taken(self, line: bytes) -> Iterator[bytes]:
+        if line.startswith(b"data:"):
+            self._data.append(line[5:].removeprefix(b" "))
+        elif not line and self._data:
+            data = b"\n".join(self._data)
+            self._data = []
+            if data.strip() != DONE:
+                yield data
 
 
 class ModelServer:

@@ -27,6 +27,7 @@ from filelock import FileLock
 
 from agentevo.config.remote_models import BudgetSection
 from agentevo.errors import AgentEvoError
+from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.files import must_write
 
 SUMMED = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "tokens", "cost")
@@ -53,10 +54,10 @@ class Spent(msgspec.Struct, kw_only=True):
     tokens: int = 0
     cost: float = 0.0
 
-    def add(self, amount: Spent, sign: int = 1) -> None:
-        self.requests += sign * amount.requests
-        self.tokens += sign * amount.tokens
-        self.cost += sign * amount.cost
+    def add(self, amount: Spent) -> None:
+        self.requests += amount.requests
+        self.tokens += amount.tokens
+        self.cost += amount.cost
 
 
 class LedgerLine(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -179,12 +180,10 @@ class Ledger:
         """A sentence about the limit that a request with this usage would exceed, or an empty
         text."""
         used = self._largest_usage()
-        limits = self._budget
-        for what, limit, now, extra in (
-            ("requests", limits.requests, used.requests, most.requests),
-            ("tokens", limits.tokens, used.tokens, most.tokens),
-            ("cost", limits.cost, used.cost, most.cost),
-        ):
+        for what in Spent.__struct_fields__:
+            limit = getattr(self._budget, what)
+            now = getattr(used, what)
+            extra = getattr(most, what)
             if limit is not None and now + extra > limit:
                 return (
                     f"remote model {self._name}: {now:g} of budget.{what}={limit:g} are used, and "
@@ -248,7 +247,7 @@ class Ledger:
         *complete_lines, self._rest = (self._rest + new).split(b"\n")
         for text in complete_lines:
             try:
-                self._take(msgspec.json.decode(text, type=LedgerLine))
+                self._take(decode_json(text, LedgerLine))
             except msgspec.MsgspecError:
                 continue  # an incomplete line of a process that was killed
 

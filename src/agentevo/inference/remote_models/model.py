@@ -20,7 +20,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -336,48 +336,35 @@ class _RemoteRequest:
             self.listen(delta)
 
 
-class RemoteModels(Mapping[str, RemoteModel]):
+class RemoteModels(dict[str, RemoteModel]):
     """The remote models of a run, by name. `folder` is the folder of their price logs, within the
-    run's folder. Without it nothing is written."""
+    run's folder. Without it nothing is written. An unknown name raises UnknownNameError."""
 
     def __init__(
         self, sections: Mapping[str, RemoteModelSection], folder: Path | None = None
     ) -> None:
-        self._models = {
-            name: RemoteModel(name, section, folder) for name, section in sections.items()
-        }
+        super().__init__(
+            {name: RemoteModel(name, section, folder) for name, section in sections.items()}
+        )
 
-    def __getitem__(self, name: str) -> RemoteModel:
-        """Raises UnknownNameError."""
-        if name not in self._models:
-            guess = nearest(name, list(self._models))
-            hint = f"did you mean {guess!r}? " if guess else ""
-            known_names = ", ".join(self._models) or "none: add the section remote_models"
-            raise UnknownNameError(
-                f"there is no remote model {name!r}: {hint}the recipe has {known_names}"
-            )
-
-        return self._models[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._models
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._models)
-
-    def __len__(self) -> int:
-        return len(self._models)
+    def __missing__(self, name: str) -> RemoteModel:
+        guess = nearest(name, list(self))
+        hint = f"did you mean {guess!r}? " if guess else ""
+        known_names = ", ".join(self) or "none: add the section remote_models"
+        raise UnknownNameError(
+            f"there is no remote model {name!r}: {hint}the recipe has {known_names}"
+        )
 
     def totals(self) -> list[dict[str, Any]]:
         """The usage of each model by each role, in all processes of the run."""
-        return [row for model in self._models.values() for row in model.ledger.totals()]
+        return [row for model in self.values() for row in model.ledger.totals()]
 
     def summary(self) -> dict[str, Any]:
         """The entry of remote models in summary.json: `totals`, and what is left of the budgets.
         Empty without remote models."""
-        if not self._models:
+        if not self:
             return {}
-        limits_left = {name: model.ledger.remaining() for name, model in self._models.items()}
+        limits_left = {name: model.ledger.remaining() for name, model in self.items()}
         return {
             "asked": self.totals(),
             "budget_left": {name: limits for name, limits in limits_left.items() if limits},
@@ -392,7 +379,7 @@ class RemoteModels(Mapping[str, RemoteModel]):
             f"{row['cost']:.4g}"
             for row in self.totals()
         ]
-        for name, model in self._models.items() if lines else ():
+        for name, model in self.items() if lines else ():
             if budget_left := model.ledger.remaining():
                 limits = ", ".join(f"{value:.4g} {what}" for what, value in budget_left.items())
                 lines.append(f"remote model {name}: left of its budget: {limits}")
@@ -401,7 +388,7 @@ class RemoteModels(Mapping[str, RemoteModel]):
 
     def close(self) -> None:
         """Closes all models."""
-        for model in self._models.values():
+        for model in self.values():
             model.close()
 
 

@@ -20,10 +20,12 @@ from typing import Any
 
 import msgspec
 
+from agentevo.config import RunConfig
 from agentevo.errors import EngineError
 from agentevo.inference.serving.directory import FORGET_S, Announcement
 from agentevo.inference.serving.secret import RunSecret
 from agentevo.inference.weights.objects import Objects, state_of
+from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.event_loop import in_thread
 
 LOG = logging.getLogger(__name__)
@@ -161,9 +163,7 @@ class StoreAnnouncements:
     def _read(self, name: str) -> SignedAnnouncement | None:
         """The announcement in an object; None if no engine wrote it."""
         try:
-            return msgspec.json.decode(
-                self._objects.get(f"{FOLDER}/{name}"), type=SignedAnnouncement
-            )
+            return decode_json(self._objects.get(f"{FOLDER}/{name}"), SignedAnnouncement)
         except (FileNotFoundError, msgspec.MsgspecError):
             return None
 
@@ -185,6 +185,12 @@ class StoreAnnouncements:
             )
 
 
+def open_announcements(config: RunConfig, secret: RunSecret) -> StoreAnnouncements | None:
+    """The announcements in the object store of the run's weights; None without such a store."""
+    url = config.rollout.weights.url
+    return None if url is None else StoreAnnouncements(Objects(url), secret)
+
+
 class AnnouncementWatcher:
     """Looks for announcements in the background. `found` has the announcements of the last look
     that reached the store."""
@@ -197,6 +203,12 @@ class AnnouncementWatcher:
         self.found: list[Announcement] = []
         self.trouble = ""
         """The error of the last look; empty if it succeeded."""
+
+    @classmethod
+    def of(cls, config: RunConfig, secret: RunSecret) -> AnnouncementWatcher | None:
+        """Watches `open_announcements`."""
+        announcements = open_announcements(config, secret)
+        return None if announcements is None else cls(announcements)
 
     async def look(self) -> None:
         """Looks once."""

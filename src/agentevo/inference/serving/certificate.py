@@ -68,27 +68,32 @@ class RunCertificate:
         """SHA-256 of the certificate in 64 hexadecimal digits. Raises EngineError if there is
         none."""
         try:
-            certificate = _CERTIFICATE.search(self.file.read_text(encoding="ascii"))
-            if certificate is None:
-                raise self._damage_error()
-            return fingerprint_of(ssl.PEM_cert_to_DER_cert(certificate[0]))
-        except OSError as error:
-            raise self._unusable(error) from error
-        except ValueError as error:  # not base64, or not ASCII
+            return fingerprint_of(ssl.PEM_cert_to_DER_cert(self._certificate()))
+        except ValueError as error:  # not base64
             raise self._damage_error() from error
 
     def publish(self) -> Path:
         """Writes the certificate without its key to a separate file for clients that should trust
         it, and returns that file. Raises EngineError if there is no certificate."""
+        certificate = self._certificate()
         try:
-            certificate = _CERTIFICATE.search(self.file.read_text(encoding="ascii"))
-            if certificate is None:
-                raise self._damage_error()
-            write_atomic(self.public_file, certificate[0])
+            write_atomic(self.public_file, certificate)
         except OSError as error:
             raise self._unusable(error) from error
-
         return self.public_file
+
+    def _certificate(self) -> str:
+        """The certificate in PEM."""
+        try:
+            certificate = _CERTIFICATE.search(self.file.read_text(encoding="ascii"))
+        except OSError as error:
+            raise self._unusable(error) from error
+        except ValueError as error:  # not ASCII
+            raise self._damage_error() from error
+
+        if certificate is None:
+            raise self._damage_error()
+        return certificate[0]
 
     def _make(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)

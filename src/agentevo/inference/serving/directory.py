@@ -26,6 +26,7 @@ from filelock import FileLock, Timeout
 from agentevo.errors import ConfigError
 from agentevo.inference.serving import certificate, secret
 from agentevo.inference.serving.address import EngineAddress
+from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.files import write_atomic
 
 HEARTBEAT_S = 1.0
@@ -218,6 +219,6 @@ class EngineDirectory:
     def _read(file: Path) -> Announcement | None:
         """The announcement in the file; None if no engine wrote the file."""
         try:
-            return msgspec.json.decode(file.read_bytes(), type=Announcement)
+            return decode_json(file.read_bytes(), Announcement)
         except (FileNotFoundError, msgspec.MsgspecError):
             return None

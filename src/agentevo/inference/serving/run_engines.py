@@ -16,11 +16,10 @@ from contextlib import asynccontextmanager, suppress
 from agentevo.config import RunConfig
 from agentevo.errors import EngineUnavailableError
 from agentevo.inference.engine import InFlight, TokenListener, TokenScores, Weights
-from agentevo.inference.serving.announcements import AnnouncementWatcher, StoreAnnouncements
+from agentevo.inference.serving.announcements import AnnouncementWatcher
 from agentevo.inference.serving.directory import EngineDirectory
 from agentevo.inference.serving.remote import RemoteEngine
 from agentevo.inference.serving.secret import RunSecret
-from agentevo.inference.weights.objects import Objects
 from agentevo.types import Completion, SamplingParams
 
 POLL_INTERVAL_S = 1.0
@@ -36,13 +35,10 @@ class RunEngines:
         self._place = directory.folder
         self._poll_s = config.rollout.poll_s
         secret = RunSecret(directory.folder, config.rollout.engine_secret)
-        url = config.rollout.weights.url
         self._engines = RemoteEngine(
             directory,
             also=config.rollout.engine_urls,
-            watcher=None
-            if url is None
-            else AnnouncementWatcher(StoreAnnouncements(Objects(url), secret)),
+            watcher=AnnouncementWatcher.of(config, secret),
             secret=secret,
             poll_s=config.rollout.poll_s,
         )

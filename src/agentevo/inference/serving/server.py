@@ -40,6 +40,7 @@ from agentevo.inference.serving.messages import (
     status_and_answer,
 )
 from agentevo.inference.serving.secret import NAME, RunSecret
+from agentevo.runtime.decoding import decode_json
 
 try:
     import websockets  # noqa: F401 (uvicorn uses it, and drops WebSockets without it)
@@ -101,6 +102,8 @@ class EngineApp:
         self._closed = asyncio.Event()
         self._serving: set[asyncio.Task[None]] = set()
         self.app = FastAPI(title=f"AgentEvo engine {name}", openapi_url=None)
+        for error in (EngineError, msgspec.MsgspecError, ClientDisconnect):
+            self.app.add_exception_handler(error, _answer_error)
         self.app.add_middleware(_EngineGuard, secret=secret)
         self.app.websocket(PATH)(self.requests)
         self.app.post("/sleep")(self.sleep)
@@ -124,28 +127,19 @@ class EngineApp:
             self._serving.discard(serving)
 
     async def sleep(self, request: Request) -> Response:
-        async def work() -> EngineState:
-            options = msgspec.json.decode(await _body(request) or b"{}", type=SleepRequest)
-            sleeper = self._sleeper()
-            await self._run_until_hang_up(
-                request, sleeper.sleep(in_flight=options.in_flight, deadline_s=options.deadline_s)
-            )
-            return self._state()
-
-        return await _answer(work())
+        options = decode_json(await _body(request) or b"{}", SleepRequest)
+        await self._run_until_hang_up(
+            request,
+            self._sleeper().sleep(in_flight=options.in_flight, deadline_s=options.deadline_s),
+        )
+        return _json(self._state(), 200)
 
     async def wake(self) -> Response:
-        async def work() -> EngineState:
-            await self._sleeper().wake()
-            return self._state()
-
-        return await _answer(work())
+        await self._sleeper().wake()
+        return _json(self._state(), 200)
 
     async def state(self) -> Response:
-        async def work() -> EngineState:
-            return self._state()
-
-        return await _answer(work())
+        return _json(self._state(), 200)
 
     def _state(self) -> EngineState:
         asleep = self._sleeping is not None and self._sleeping.asleep
@@ -263,20 +257,17 @@ async def _wait_for_hang_up(request: Request) -> None:
         pass
 
 
-async def _answer(work: Coroutine[Any, Any, Any]) -> Response:
-    """Runs the work, and turns an engine's exception into an HTTP answer."""
-    try:
-        content = await work
-        status = 200
-    except ClientDisconnect:
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """Turns an exception of a route into an HTTP answer."""
+    if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_GONE)
-    except msgspec.MsgspecError as error:
-        status = 400
-        content = status_and_answer(EngineError(f"the request's body is not valid: {error}"))[1]
-    except EngineError as error:
-        status, content = status_and_answer(error)
 
-    return _json(content, status)
+    is_invalid = isinstance(error, msgspec.MsgspecError)
+    if not isinstance(error, EngineError):
+        error = EngineError(f"the request's body is not valid: {error}")
+
+    status, content = status_and_answer(error)
+    return _json(content, 400 if is_invalid else status)
 
 
 def _json(content: object, status: int) -> Response:

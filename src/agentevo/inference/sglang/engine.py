@@ -36,8 +36,8 @@ from agentevo.inference.engine import (
     InFlight,
     TokenListener,
     Weights,
+    check_prompt,
     check_request,
-    check_tokens,
 )
 from agentevo.inference.serving.guarded_server import GuardedServer
 from agentevo.inference.sglang.options import check_keys, read_options
@@ -50,9 +50,9 @@ from agentevo.inference.sglang.wire import (
     launch_config,
     why_unsupported,
 )
-from agentevo.inference.weights.weight_checks import VerifiedWeights, check_publish, verify_weights
+from agentevo.inference.weights.weight_checks import PublishingEngine, check_publish
 from agentevo.models.compute.parameters import trained_weights
-from agentevo.runtime.event_loop import in_thread
+from agentevo.runtime.event_loop import in_thread, run_to_end
 from agentevo.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ LOAD_S = 1200.0
 POLL_INTERVAL_S = 0.2
 
 
-class SglangEngine:
+class SglangEngine(PublishingEngine):
     """See the module. `model` has the names and shapes of the weights, and those that are not
     trained. Raises ConfigError for unsupported options. Belongs to one event loop."""
 
@@ -73,11 +73,11 @@ class SglangEngine:
         tokenizer: PreTrainedTokenizerBase | None,
         section: EngineSection,
     ) -> None:
+        super().__init__(model)
         options = read_options(section)
         keys = check_keys(options)
         check_writable(model)
         self._options = options
-        self._model = model
         self._tokenizer = tokenizer
         self._vocabulary = int(model.config.get_text_config().vocab_size)
         self._scratch = Path(tempfile.mkdtemp(prefix="agentevo-sglang-"))
@@ -113,11 +113,10 @@ class SglangEngine:
             self._check_whole,
         )
         self._asleep_since: float | None = None
-        self._slept_s = self._swap_s = 0.0
-        self._publishes = self._refused_publishes = 0
+        self._slept_s = 0.0
 
     def _start(self, section: EngineSection) -> SglangClient:
-        self._good_folder = write_version(self._model, self._tokenizer, {}, self._folder / "base")
+        self._good_folder = write_version(self._like, self._tokenizer, {}, self._folder / "base")
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
 
@@ -132,7 +131,7 @@ class SglangEngine:
                 "seeded": self._options.seeded,
                 "max_running": section.max_running,
                 "kv_cache_tokens": section.kv_cache_tokens,
-                "dtype": str(self._model.dtype).removeprefix("torch."),
+                "dtype": str(self._like.dtype).removeprefix("torch."),
             },
         )
         program = self._options.command or [sys.executable, "-m", "sglang.launch_server"]
@@ -168,10 +167,7 @@ class SglangEngine:
     ) -> Completion:
         """See Engine.generate. `session` has no effect, because SGLang finds prefixes by itself."""
         check_request(sampling, deadline_s)
-        if not prompt_ids:
-            raise EngineError("the prompt is empty: give at least one token")
-
-        check_tokens(prompt_ids, self._vocabulary)
+        check_prompt(prompt_ids, sampling, self._vocabulary)
         if sampling.grammar:
             raise GrammarError(
                 "engine.type=sglang does not support AgentEvo's grammars: use engine.type=torch"
@@ -248,14 +244,6 @@ class SglangEngine:
             verified = await in_thread(self.verify, weights)
             await self._swap(version, label, verified)
 
-    def verify(self, weights: Weights) -> VerifiedWeights:
-        """See UpdatableEngine.verify."""
-        try:
-            return verify_weights(self._model, weights)
-        except EngineError:
-            self._refused_publishes += 1
-            raise
-
     async def publish(
         self,
         version: int,
@@ -267,24 +255,15 @@ class SglangEngine:
         """See UpdatableEngine.publish. The deadline applies to requests that have to end. Reading
         the weights has its own limit."""
         if weights is None:
-            weights = trained_weights(self._model)
+            weights = trained_weights(self._like)
 
-        verified = (
-            weights
-            if isinstance(weights, VerifiedWeights)
-            else await in_thread(self.verify, weights)
-        )
-        try:
+        verified = await self._verify_in_thread(weights)
+        with self._counting_publish():
             async with self._changing:
-                check_publish(version, self._version, verified, self._model)
+                check_publish(version, self._version, verified, self._like)
                 self._check_alive()
                 until = time.monotonic() + deadline_s if in_flight == "finish" else None
                 await self._swap(version, self._new_label(version), verified, until)
-        except BaseException:
-            self._refused_publishes += 1
-            raise
-
-        self._publishes += 1
 
     async def _swap(
         self, version: int, label: str, weights: Weights, until: float | None = None
@@ -293,11 +272,10 @@ class SglangEngine:
         the loop's clock."""
         folder = self._folder / label
         try:
-            await in_thread(write_version, self._model, self._tokenizer, weights, folder)
+            await in_thread(write_version, self._like, self._tokenizer, weights, folder)
             async with self._without_requests(until):
                 # Never cancelled: after half of it, the server would wait forever.
-                replacing = asyncio.ensure_future(self._replace(version, label, folder))
-                await _to_its_end(replacing)
+                await run_to_end(self._replace(version, label, folder))
         finally:
             if self._good_folder != folder:
                 await in_thread(shutil.rmtree, folder, ignore_errors=True)
@@ -484,23 +462,6 @@ class SglangEngine:
             "engine/running": float(len(self._requests.running)),
             "engine/waiting": 0.0,
             "engine/kv_capacity_tokens": float(self._facts.capacity if self._facts else 0),
-            "engine/publishes": float(self._publishes),
-            "engine/refused_publishes": float(self._refused_publishes),
-            "engine/swap_s": self._swap_s,
+            **self._publish_stats(),
             "engine/asleep_s": self.slept_s,
         }
-
-
-async def _to_its_end(task: asyncio.Future[None]) -> None:
-    """Waits for the end of the task, even if the caller is cancelled. The cancellation is raised
-    afterwards."""
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError:
-            cancelled = True
-
-    task.result()
-    if cancelled:
-        raise asyncio.CancelledError

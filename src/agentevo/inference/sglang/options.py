@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
-import pydantic
 from pydantic import Field, model_validator
 
 from agentevo.config import EngineSection
 from agentevo.errors import ConfigError, MissingExtraError
+from agentevo.inference.engine_options import read_engine_options
 from agentevo.runtime.credentials import key_of, without_password
 from agentevo.runtime.http_clients import is_this_machine
-from agentevo.runtime.registry import nearest
 from agentevo.runtime.section import Section
 
 
@@ -62,22 +61,11 @@ class SglangOptions(Section):
 
 
 def read_options(section: EngineSection) -> SglangOptions:
-    """The options of the section. Raises ConfigError for unknown options, and for a URL to which
-    keys would travel unencrypted."""
-    if section.batch_invariant:
-        raise ConfigError(
-            "engine.batch_invariant: SGLang's numbers can depend on the other requests in a "
-            "step: leave the key out, or use engine.type=torch"
-        )
-
-    try:
-        options = SglangOptions.model_validate(section.options)
-    except pydantic.ValidationError as error:
-        raise ConfigError(_describe_invalid(error)) from error
-
+    """The options of the section. Raises the errors of `read_engine_options`, and ConfigError for a
+    URL to which keys would travel unencrypted."""
+    options = read_engine_options(section, SglangOptions, "SGLang")
     if options.url is not None:
         _check_url(options, options.url)
-
     return options
 
 
@@ -99,19 +87,6 @@ def check_keys(options: SglangOptions) -> tuple[str | None, str | None]:
         key_of("engine.options.api_key", options.api_key),
         key_of("engine.options.admin_api_key", options.admin_api_key),
     )
-
-
-def _describe_invalid(error: pydantic.ValidationError) -> str:
-    problem = error.errors()[0]
-    key = ".".join(["engine.options", *map(str, problem["loc"])])
-    option_names = list(SglangOptions.model_fields)
-
-    if problem["type"] != "extra_forbidden":
-        return f"{key}: {problem['msg'].removeprefix('Value error, ')}"
-
-    guess = nearest(str(problem["loc"][-1]), option_names)
-    hint = f"did you mean {guess}? " if guess else ""
-    return f"{key}: there is no such option: {hint}give one of {', '.join(option_names)}"
 
 
 def _check_url(options: SglangOptions, url: str) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import msgspec
+
 from agentevo.errors import EngineError
 from agentevo.inference.engine import TokenListener
 from agentevo.inference.sglang.wire import (
@@ -97,13 +99,7 @@ class SglangRequests:
 
         self.generated += len(drawn.ids)
         self.prompt_tokens += len(prompt)
-        return Completion(
-            ids=drawn.ids,
-            logprobs=drawn.logprobs,
-            versions=drawn.versions,
-            finish_reason=reason,
-            top_logprobs=drawn.top_logprobs,
-        )
+        return msgspec.structs.replace(drawn, finish_reason=reason)
 
     async def _part(
         self,

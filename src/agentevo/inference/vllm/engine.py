@@ -42,6 +42,7 @@ from agentevo.inference.engine import (
     TokenListener,
     TokenScores,
     Weights,
+    check_prompt,
     check_request,
     check_score,
     check_tokens,
@@ -69,6 +70,7 @@ from agentevo.inference.vllm.weights import (
 )
 from agentevo.inference.weights.broadcast_files import IncomingWeights
 from agentevo.inference.weights.weight_checks import (
+    PublishingEngine,
     VerifiedWeights,
     check_publish,
     verify_weights,
@@ -91,7 +93,7 @@ LOAD_S = 600.0
 """The time limit for vLLM to load weights from the disk."""
 
 
-class VllmEngine:
+class VllmEngine(PublishingEngine):
     """See the module. `model` has the names and shapes of the weights and the initial weights;
     nothing is computed with it. Starting takes a minute or more. Raises ConfigError for settings
     that vLLM does not support, MissingExtraError if vLLM is not installed, EngineError if vLLM does
@@ -103,6 +105,7 @@ class VllmEngine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: EngineSection | None = None,
     ) -> None:
+        super().__init__(model)
         self.config = config or EngineSection(type="vllm")
         options = read_options(self.config)
         if (refusal := adapter_refusal(model)) is not None:
@@ -112,7 +115,6 @@ class VllmEngine:
             )
 
         self._vllm = load_vllm(options.start_timeout_s)
-        self._like = model
         self._tokenizer = tokenizer
         self._vocabulary = num_token_rows(model)
         self._unused = range(self._vocabulary, int(model.config.get_text_config().vocab_size))
@@ -128,8 +130,6 @@ class VllmEngine:
         self._numbers = itertools.count()
         self._running: set[str] = set()
         self._generated = self._computed = self._prefix_hits = 0
-        self._publishes = self._refused_publishes = 0
-        self._swap_s = 0.0
 
     def _start(self, options: VllmOptions) -> Any:
         """Starts vLLM with the weights of the model and waits until it is ready."""
@@ -168,8 +168,8 @@ class VllmEngine:
         by their tokens."""
         check_request(sampling, deadline_s)
         check_sampling(sampling)
-        last = sampling.penalties.last_token if sampling.penalties else 0
-        self._check_room(prompt_ids, sampling.max_new_tokens, (max(last, 0),))
+        check_prompt(prompt_ids, sampling, self._vocabulary)
+        self._check_room(prompt_ids, sampling.max_new_tokens)
 
         if sampling.stop_strings and self._tokenizer is None:
             raise EngineError(
@@ -238,6 +238,7 @@ class VllmEngine:
             )
 
         all_ids = [*context_ids, *ids]
+        check_tokens(all_ids, self._vocabulary)
         self._check_room(all_ids, 1)
 
         ends = time.monotonic() + deadline_s
@@ -277,9 +278,7 @@ class VllmEngine:
             "engine/running": len(self._running),
             "engine/waiting": 0,
             "engine/kv_capacity_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
-            "engine/publishes": self._publishes,
-            "engine/refused_publishes": self._refused_publishes,
-            "engine/swap_s": self._swap_s,
+            **self._publish_stats(),
         }
 
     async def begin(
@@ -291,14 +290,6 @@ class VllmEngine:
         verified = None if weights is None else verify_weights(self._like, weights)
         async with self._publishing:
             await self._swap(version, verified, "continue", deadline_s)
-
-    def verify(self, weights: Weights) -> VerifiedWeights:
-        """See UpdatableEngine.verify and `verify_weights`."""
-        try:
-            return verify_weights(self._like, weights)
-        except EngineError:
-            self._refused_publishes += 1
-            raise
 
     async def publish(
         self,
@@ -315,20 +306,11 @@ class VllmEngine:
                 "vLLM has its own weights, which can't be changed in place: publish the weights"
             )
 
-        verified = (
-            weights
-            if isinstance(weights, VerifiedWeights)
-            else await in_thread(self.verify, weights)
-        )
-        published = False
-        try:
+        verified = await self._verify_in_thread(weights)
+        with self._counting_publish():
             async with self._publishing:
                 check_publish(version, self._version, verified, self._like)
                 await self._swap(version, verified, in_flight, deadline_s)
-                self._publishes += 1
-                published = True
-        finally:
-            self._refused_publishes += not published
 
     async def places(self, specs: Mapping[str, Spec]) -> list[str]:
         """See ReceivingEngine.places."""
@@ -340,8 +322,7 @@ class VllmEngine:
     ) -> None:
         """See ReceivingEngine.receive. vLLM continues to compute until its workers have all
         weights."""
-        published = False
-        try:
+        with self._counting_publish():
             with self._changing_nothing(f"receive version {version}"):
                 await receive_in_workers(self._llm.collective_rpc, incoming, self._base)
 
@@ -350,10 +331,6 @@ class VllmEngine:
                 self.check()
                 await self._pause(in_flight, deadline_s)
                 await run_to_end(self._switch_weights(version, has_new_weights=True))
-                self._publishes += 1
-                published = True
-        finally:
-            self._refused_publishes += not published
 
     async def _swap(
         self,
@@ -468,15 +445,7 @@ class VllmEngine:
         await in_thread(self._llm.shutdown, timeout=SHUTDOWN_S)
         await in_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
-    def _check_room(
-        self, prompt_ids: Sequence[int], max_new_tokens: int, extra_ids: Sequence[int] = ()
-    ) -> None:
-        if not prompt_ids:
-            raise EngineError(
-                "the prompt is empty: an engine needs at least one token to predict from"
-            )
-
-        check_tokens((*prompt_ids, *extra_ids), self._vocabulary)
+    def _check_room(self, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
         if len(prompt_ids) + max_new_tokens > self._context:
             raise RequestTooLongError(
                 f"prompt of {len(prompt_ids)} tokens + max_new_tokens {max_new_tokens} is more "

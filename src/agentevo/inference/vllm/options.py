@@ -6,12 +6,11 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Literal
 
-import pydantic
 from pydantic import Field
 
 from agentevo.config import EngineSection
-from agentevo.errors import ConfigError, MissingExtraError
-from agentevo.runtime.registry import nearest
+from agentevo.errors import MissingExtraError
+from agentevo.inference.engine_options import read_engine_options
 from agentevo.runtime.section import Section
 
 
@@ -35,32 +34,8 @@ class VllmOptions(Section):
 
 
 def read_options(section: EngineSection) -> VllmOptions:
-    """The options of the section. Raises ConfigError for options that are not passed to vLLM, and
-    for keys of `engine` that vLLM does not support."""
-    if section.batch_invariant:
-        raise ConfigError(
-            "engine.batch_invariant: vLLM's numbers can depend on the other requests in a step: "
-            "leave the key out, or use engine.type=torch"
-        )
-
-    try:
-        return VllmOptions.model_validate(section.options)
-    except pydantic.ValidationError as error:
-        wrong = error.errors()[0]
-        key = ".".join(map(str, wrong["loc"]))
-        option_names = list(VllmOptions.model_fields)
-
-        if wrong["type"] != "extra_forbidden":
-            raise ConfigError(
-                f"engine.options.{key}: got {wrong['input']!r}: {wrong['msg']}"
-            ) from error
-
-        guess = nearest(key, option_names)
-        hint = f"did you mean {guess}? " if guess else ""
-        raise ConfigError(
-            f"engine.options.{key}: this option is not passed to vLLM: {hint}give one of "
-            f"{', '.join(option_names)}"
-        ) from error
+    """See `read_engine_options`."""
+    return read_engine_options(section, VllmOptions, "vLLM")
 
 
 def check_options(section: EngineSection) -> None:

@@ -28,6 +28,7 @@ from agentevo.inference.weights.broadcast_source import receive_place
 from agentevo.inference.weights.weight_checks import check_shapes
 from agentevo.models.compute.adapters import is_adapted
 from agentevo.models.files.save import no_progress_bars
+from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.devices import identity
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ class WeightLoader:
         continues to compute."""
 
         def work() -> dict[str, torch.Tensor]:
-            decoded = msgspec.json.decode(incoming, type=IncomingWeights)
+            decoded = decode_json(incoming, IncomingWeights)
             changed = receive_place(decoded, self.rank, self.device)
             for name, tensor in changed.items():
                 if not torch.isfinite(tensor).all():

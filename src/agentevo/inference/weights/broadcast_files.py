@@ -29,9 +29,9 @@ import msgspec
 import torch
 
 from agentevo.errors import EngineError
-from agentevo.inference.weights.version_manifest import LATEST_FILE
-from agentevo.inference.weights.weight_transport import LAST_VERSION, Latest
+from agentevo.inference.weights.weight_transport import LAST_VERSION, LATEST_FILE, Latest
 from agentevo.models.compute.parts import Spec
+from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.files import open_regular, write_atomic
 
 STALE_S = 15.0
@@ -268,12 +268,7 @@ class BroadcastFiles:
 
     def take(self, requests: Iterable[PlaceRequest]) -> list[PlaceRequest]:
         """Deletes the requests that still exist, and returns them."""
-        taken = []
-        for request in requests:
-            with suppress(FileNotFoundError):
-                self._ask(request.id).unlink()
-                taken.append(request)
-        return taken
+        return [request for request in requests if self.withdraw(request)]
 
     def path(self, round_id: str) -> Path:
         """The folder of a round."""
@@ -318,7 +313,7 @@ class BroadcastFiles:
 
     def _decode(self, path: Path, raw: bytes, kind: type[T]) -> T:
         try:
-            return msgspec.json.decode(raw, type=kind)
+            return decode_json(raw, kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise EngineError(
                 f"{path} can't be read ({error}): it is torn, or another program wrote it"

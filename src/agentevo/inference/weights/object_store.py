@@ -18,29 +18,32 @@ import hashlib
 import io
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import torch
-from safetensors.torch import save
 
 from agentevo.errors import EngineError
-from agentevo.inference.weights.object_names import (
+from agentevo.inference.weights.objects import CALL_S, Objects
+from agentevo.inference.weights.weight_transport import (
     CONFIG_FILE,
+    LATEST_FILE,
     WRITER_FILE,
+    Latest,
     is_others,
     others_weights,
 )
-from agentevo.inference.weights.objects import CALL_S, Objects
-from agentevo.inference.weights.version_manifest import (
-    LATEST_FILE,
+from agentevo.inference.weights.weight_versions import (
     MANIFEST_FILE,
+    SIDE_BY_SIDE,
     ManifestPart,
+    VersionManifest,
+    WeightVersions,
     folder_name,
     version_numbers,
 )
-from agentevo.inference.weights.weight_transport import Latest
-from agentevo.inference.weights.weight_versions import Content, WeightVersions, in_parallel
 from agentevo.models.compute.parts import Spec
 from agentevo.models.files.tensor_file import TensorFile
 from agentevo.runtime.files import write_atomic
@@ -133,39 +136,29 @@ class ObjectStoreWeights(WeightVersions):
 
     def _put(
         self,
-        version: int,
-        contents: list[Content],
-        manifest: Callable[[list[ManifestPart]], bytes],
-    ) -> bytes:
-        def upload(content: Content) -> ManifestPart:
-            raw = save(content.tensors)
-            self.objects.put(_path(version, content.file), raw)
-            return ManifestPart(content.file, hashlib.sha256(raw).hexdigest(), len(raw))
-
-        manifest_bytes = manifest(in_parallel(upload, contents))
-        self.objects.put(_path(version, MANIFEST_FILE), manifest_bytes)
-        return manifest_bytes
-
-    def _put_gathered(
-        self,
-        version: int,
         files: dict[str, dict[str, Spec]],
         tensors: Iterator[tuple[str, torch.Tensor]],
-        manifest: Callable[[list[ManifestPart]], bytes],
-    ) -> bytes:
-        """Writes tensors one after the other. One file is in memory at a time."""
-        parts = []
-        for file, specs in files.items():
-            buffer = io.BytesIO()
-            TensorFile(buffer, specs).add_all(tensors)
-            raw = buffer.getvalue()
-            del buffer
-            self.objects.put(_path(version, file), raw)
-            parts.append(ManifestPart(file, hashlib.sha256(raw).hexdigest(), len(raw)))
+        manifest: VersionManifest,
+    ) -> VersionManifest:
+        """At most SIDE_BY_SIDE + 1 files are in memory at a time."""
+        version = manifest.version
 
-        manifest_bytes = manifest(parts)
-        self.objects.put(_path(version, MANIFEST_FILE), manifest_bytes)
-        return manifest_bytes
+        def upload(file: str, raw: bytes) -> ManifestPart:
+            self.objects.put(_path(version, file), raw)
+            return ManifestPart(file, hashlib.sha256(raw).hexdigest(), len(raw))
+
+        uploads: list[Future[ManifestPart]] = []
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
+            for file, specs in files.items():
+                buffer = io.BytesIO()
+                TensorFile(buffer, specs).add_all(tensors)
+                if len(uploads) >= SIDE_BY_SIDE:
+                    uploads[-SIDE_BY_SIDE].result()
+                uploads.append(threads.submit(upload, file, buffer.getvalue()))
+
+        manifest = manifest.with_parts([upload.result() for upload in uploads])
+        self.objects.put(_path(version, MANIFEST_FILE), msgspec.json.encode(manifest))
+        return manifest
 
     def _put_latest(self, content: bytes) -> None:
         self._claim()

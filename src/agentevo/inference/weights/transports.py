@@ -5,16 +5,17 @@ transports."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed, nn
 
 from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import ConfigError
-from agentevo.inference.engine import EmbeddedEngine, UpdatableEngine
-from agentevo.inference.weights.object_names import ID_FILE
+from agentevo.inference.engine import EmbeddedEngine, UpdatableEngine, Weights
 from agentevo.inference.weights.publication import Publication
 from agentevo.inference.weights.weight_transport import (
+    ID_FILE,
     SenderFactory,
     SourceFactory,
     WeightSender,
@@ -30,32 +31,26 @@ if TYPE_CHECKING:
     from agentevo.inference.weights.object_store import ObjectStoreWeights
 
 
-class SharedWeights:
-    """The engine computes with the trainer's own model: nothing is copied."""
+class LocalWeights:
+    """A WeightSender to the engine of this process. `weights` returns what the engine copies; None
+    if the engine computes with the trainer's own model."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        engine: UpdatableEngine,
-        config: RunConfig,
-        note: Callable[[str], None],
+        self, engine: UpdatableEngine, config: RunConfig, weights: Callable[[], Weights | None]
     ) -> None:
-        if not shares(engine, model):
-            raise ConfigError(
-                f"rollout.transport=shared: the engine {config.engine.type!r} does not compute "
-                "with the trainer's own model: use rollout.transport=copy"
-            )
         self._engine = engine
         self._config = config
+        self._weights = weights
 
     async def begin(self, version: int) -> None:
         """See WeightSender.begin."""
-        await self._engine.begin(version, deadline_s=self._config.engine.timeout_s)
+        await self._engine.begin(version, self._weights(), deadline_s=self._config.engine.timeout_s)
 
     async def publish(self, version: int) -> None:
         """See WeightSender.publish."""
         await self._engine.publish(
             version,
+            self._weights(),
             in_flight=self._config.rollout.in_flight,
             deadline_s=self._config.engine.timeout_s,
         )
@@ -64,44 +59,27 @@ class SharedWeights:
         """See WeightSender.look_after. Does nothing, because the weights stay in this process."""
 
 
-class CopiedWeights:
-    """Copies the trained weights to the engine, tensor by tensor. The engine serves the copy while
-    the next step changes the trainer's weights."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        engine: UpdatableEngine,
-        config: RunConfig,
-        note: Callable[[str], None],
-    ) -> None:
-        if shares(engine, model):
-            raise ConfigError(
-                "rollout.transport=copy: the engine computes with the trainer's own model, so a "
-                "copy would change nothing: use rollout.transport=shared"
-            )
-
-        self._model = model
-        self._engine = engine
-        self._config = config
-
-    async def begin(self, version: int) -> None:
-        """See WeightSender.begin."""
-        await self._engine.begin(
-            version, trained_weights(self._model), deadline_s=self._config.engine.timeout_s
+def _shared_sender(
+    model: nn.Module, engine: UpdatableEngine, config: RunConfig, note: Callable[[str], None]
+) -> LocalWeights:
+    if not shares(engine, model):
+        raise ConfigError(
+            f"rollout.transport=shared: the engine {config.engine.type!r} does not compute "
+            "with the trainer's own model: use rollout.transport=copy"
         )
+    return LocalWeights(engine, config, lambda: None)
 
-    async def publish(self, version: int) -> None:
-        """See WeightSender.publish."""
-        await self._engine.publish(
-            version,
-            trained_weights(self._model),
-            in_flight=self._config.rollout.in_flight,
-            deadline_s=self._config.engine.timeout_s,
+
+def _copy_sender(
+    model: nn.Module, engine: UpdatableEngine, config: RunConfig, note: Callable[[str], None]
+) -> LocalWeights:
+    """The engine serves the copy while the next step changes the trainer's weights."""
+    if shares(engine, model):
+        raise ConfigError(
+            "rollout.transport=copy: the engine computes with the trainer's own model, so a "
+            "copy would change nothing: use rollout.transport=shared"
         )
-
-    async def look_after(self) -> None:
-        """See WeightSender.look_after. Does nothing, because the weights stay in this process."""
+    return LocalWeights(engine, config, partial(trained_weights, model))
 
 
 def shares(engine: UpdatableEngine, model: nn.Module) -> bool:
@@ -169,10 +147,10 @@ def _full_every(config: RunConfig) -> int:
 
 
 transports.register("shared")(
-    WeightTransport("the engine computes with the trainer's own weights", SharedWeights)
+    WeightTransport("the engine computes with the trainer's own weights", _shared_sender)
 )
 transports.register("copy")(
-    WeightTransport("the engine of this process has weights of its own", CopiedWeights)
+    WeightTransport("the engine of this process has weights of its own", _copy_sender)
 )
 transports.register("folder")(
     WeightTransport(

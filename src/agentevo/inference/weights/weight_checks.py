@@ -8,6 +8,7 @@ Names, shapes, device and dtype are the model's, and every number is finite.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
@@ -15,25 +16,16 @@ from transformers import PreTrainedModel
 from agentevo.errors import EngineError
 from agentevo.inference.engine import Weights
 from agentevo.models.compute.thread_settings import own_torch_state
+from agentevo.runtime.event_loop import in_thread
 
 
-class VerifiedWeights(Mapping[str, torch.Tensor]):
+class VerifiedWeights(dict[str, torch.Tensor]):
     """Weights that `verify_weights` has accepted: parameter name -> tensor on the parameter's
-    device and of its dtype."""
+    device and of its dtype. `model`: the model that they fit."""
 
     def __init__(self, model: PreTrainedModel, tensors: Weights) -> None:
+        super().__init__(tensors)
         self.model = model
-        """The model that they fit."""
-        self._tensors = tensors
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
     @own_torch_state()
     @torch.no_grad()
@@ -42,6 +34,47 @@ class VerifiedWeights(Mapping[str, torch.Tensor]):
         parameters = dict(self.model.named_parameters())
         for name, tensor in self.items():
             parameters[name].copy_(tensor)
+
+
+class PublishingEngine:
+    """What engines have in common: they check weights before they serve them, and count publishes.
+    `like`: the model whose names and shapes the weights have."""
+
+    def __init__(self, like: PreTrainedModel) -> None:
+        self._like = like
+        self._publishes = self._refused_publishes = 0
+        self._swap_s = 0.0
+
+    def verify(self, weights: Weights) -> VerifiedWeights:
+        """See UpdatableEngine.verify and `verify_weights`."""
+        try:
+            return verify_weights(self._like, weights)
+        except EngineError:
+            self._refused_publishes += 1
+            raise
+
+    async def _verify_in_thread(self, weights: Weights) -> VerifiedWeights:
+        if isinstance(weights, VerifiedWeights):
+            return weights
+        return await in_thread(self.verify, weights)
+
+    @contextmanager
+    def _counting_publish(self) -> Iterator[None]:
+        """Counts the block as a publish, or as a refused one if it raises."""
+        is_published = False
+        try:
+            yield
+            is_published = True
+        finally:
+            self._publishes += is_published
+            self._refused_publishes += not is_published
+
+    def _publish_stats(self) -> dict[str, float]:
+        return {
+            "engine/publishes": self._publishes,
+            "engine/refused_publishes": self._refused_publishes,
+            "engine/swap_s": self._swap_s,
+        }
 
 
 def check_publish(

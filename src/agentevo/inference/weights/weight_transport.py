@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from agentevo.models.compute.parts import Spec
 
 
+LATEST_FILE = "latest.json"
+CONFIG_FILE = "config.yaml"
+"""The run's configuration under rollout.weights.url."""
+WRITER_FILE = "writer.json"
+"""An id under rollout.weights.url that is also in ID_FILE, in the folder of the run's trainer."""
+ID_FILE = "weights/writer"
 LAST_VERSION = 2**53
 """The largest version that fits a folder name. No run reaches it."""
 
@@ -151,3 +157,17 @@ class WeightTransport:
 
 
 transports: Registry[WeightTransport] = Registry("transports")
+
+
+def is_others(stored_id: str, writer_id: str) -> bool:
+    """Whether the id in WRITER_FILE belongs to another run. False if there is no id yet, or only a
+    prefix of this run's id, from an interrupted upload."""
+    return bool(stored_id) and not writer_id.startswith(stored_id)
+
+
+def others_weights(url: str) -> str:
+    """The error message if the weights belong to another run."""
+    return (
+        f"rollout.weights.url={url} has the weights of another run: use another address for this "
+        "run, or delete those weights if that run has ended"
+    )

@@ -24,6 +24,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -33,21 +34,10 @@ from safetensors.torch import load
 
 from agentevo.errors import EngineError
 from agentevo.inference.weights.part_deltas import PublishedParts
-from agentevo.inference.weights.version_manifest import (
-    LATEST_FILE,
-    MANIFEST_FILE,
-    Base,
-    ManifestPart,
-    VersionManifest,
-    base_of,
-    delta_manifest,
-    folder_name,
-    full_manifest,
-)
 from agentevo.inference.weights.weight_delta import checksum, delta_of, num_bytes, with_delta
-from agentevo.inference.weights.weight_transport import Latest
+from agentevo.inference.weights.weight_transport import LATEST_FILE, Latest
 from agentevo.models.compute.parameters import trained_weights
-from agentevo.models.compute.parts import Spec
+from agentevo.models.compute.parts import Grid, Spec
 from agentevo.models.files.split_models import (
     CompareParts,
     GiveChanges,
@@ -56,9 +46,11 @@ from agentevo.models.files.split_models import (
     in_parts,
 )
 from agentevo.models.files.tensor_file import split_files
+from agentevo.runtime.decoding import decode_json
 
+MANIFEST_FILE = "manifest.json"
 PART_BYTES = 2**30
-"""The most bytes of a file, unless a single tensor is larger. Files are written, read and hashed in
+"""The most bytes of a file, unless a single tensor is larger. Files are read and hashed in
 parallel."""
 SIDE_BY_SIDE = 4
 
@@ -66,17 +58,67 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-class Content(NamedTuple):
-    """A file to write."""
+class ManifestPart(msgspec.Struct, frozen=True):
+    """A file of a version."""
 
     file: str
-    tensors: dict[str, torch.Tensor]
+    sha256: str
+    bytes: int
+
+
+class VersionManifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The content of a version's manifest.json."""
+
+    version: int
+    bytes: int
+    """The total size of its files."""
+    tensors: int
+    """The number of tensors of the model."""
+    parts: list[ManifestPart]
+    chain: list[Latest] = []
+    """The versions that a delta builds on: a full version, then the deltas after it. Empty for a
+    full version."""
+    deltas: int = 0
+    """The total size of this delta and the deltas in `chain`."""
+    state: dict[str, str] = {}
+    """The checksum of every tensor after the delta is applied."""
+    grids: dict[str, list[list[int]]] = {}
+    """The grids of tensors for which the delta and `state` have several boxes, see
+    part_deltas.py."""
+
+    def with_parts(self, parts: list[ManifestPart]) -> VersionManifest:
+        """The manifest of the version with these files."""
+        size = sum(part.bytes for part in parts)
+        deltas = self.deltas + size if self.chain else 0
+        return msgspec.structs.replace(self, parts=parts, bytes=size, deltas=deltas)
+
+
+class VersionBase(NamedTuple):
+    """A version that a delta may build on."""
+
+    latest: Latest
+    manifest: VersionManifest
+
+    def delta(
+        self, version: int, state: dict[str, str], grids: Mapping[str, Grid] = MappingProxyType({})
+    ) -> VersionManifest:
+        """The manifest of a delta, without its files. `state`: the checksum of every tensor."""
+        return VersionManifest(
+            version,
+            0,
+            len(state),
+            [],
+            chain=[*self.manifest.chain, self.latest],
+            deltas=self.manifest.deltas,
+            state=state,
+            grids={name: [list(starts) for starts in grid] for name, grid in grids.items()},
+        )
 
 
 class HeldVersion(NamedTuple):
     """A version in memory."""
 
-    base: Base
+    base: VersionBase
     tensors: dict[str, torch.Tensor]
 
 
@@ -91,7 +133,7 @@ class WeightVersions(ABC):
         """The last version that was written or read, with all its tensors."""
         self._parts: PublishedParts | None = None
         """If weights are in parts on several processes: the parts that were written last..."""
-        self._parts_base: Base | None = None
+        self._parts_base: VersionBase | None = None
         """...and their version; None before the first."""
         self.advice = ""
         """Why the last version was written in full instead of as a delta."""
@@ -118,22 +160,12 @@ class WeightVersions(ABC):
     @abstractmethod
     def _put(
         self,
-        version: int,
-        contents: list[Content],
-        manifest: Callable[[list[ManifestPart]], bytes],
-    ) -> bytes:
-        """Writes a version, replaces an existing one, and returns its manifest's bytes."""
-
-    @abstractmethod
-    def _put_gathered(
-        self,
-        version: int,
         files: dict[str, dict[str, Spec]],
         tensors: Iterator[tuple[str, torch.Tensor]],
-        manifest: Callable[[list[ManifestPart]], bytes],
-    ) -> bytes:
-        """As `_put`, for tensors that are yielded in the order of the files and freed one by
-        one."""
+        manifest: VersionManifest,
+    ) -> VersionManifest:
+        """Writes a version, replaces an existing one, and returns its manifest with its files.
+        `tensors` are yielded in the order of the files, and may be freed one by one."""
 
     @abstractmethod
     def _put_latest(self, content: bytes) -> None:
@@ -167,31 +199,23 @@ class WeightVersions(ABC):
         trained = {
             name: tensor.cpu().contiguous() for name, tensor in trained_weights(model).items()
         }
-        held_version = None if in_full else self._base_of_delta(trained, version)
-        base, change = (
-            (None, {})
-            if held_version is None
-            else (held_version.base, delta_of(held_version.tensors, trained))
-        )
-        if base is not None and not self._is_delta_small_enough(
-            base, num_bytes(change), _specs(trained)
+        previous = None if in_full else self._base_of_delta(trained, version)
+        change = {} if previous is None else delta_of(previous.tensors, trained)
+        specs = _specs(trained)
+        if previous is None or not self._is_delta_small_enough(
+            previous.base, num_bytes(change), specs
         ):
-            base = None
-
-        if base is None:
-            manifest_bytes = self._put(
-                version, _split("weights", trained), full_manifest(version, len(trained))
-            )
+            manifest = VersionManifest(version, 0, len(trained), [])
+            manifest = self._put(_split("weights", specs), iter(trained.items()), manifest)
         else:
             sums = dict(zip(trained, in_parallel(checksum, trained.values()), strict=True))
-            manifest_bytes = self._put(
-                version, _split("delta", change), delta_manifest(version, base, sums)
-            )
+            files = _split("delta", _specs(change))
+            manifest = self._put(files, iter(change.items()), previous.base.delta(version, sums))
 
-        latest = self._announce(version, manifest_bytes, keep)
+        latest = self._announce(manifest, keep)
         if self._full_every > 1:
             snapshot = {name: tensor.clone() for name, tensor in trained.items()}
-            self._held = HeldVersion(base_of(latest, manifest_bytes), snapshot)
+            self._held = HeldVersion(VersionBase(latest, manifest), snapshot)
 
         return latest.sha256
 
@@ -211,33 +235,32 @@ class WeightVersions(ABC):
                 delta = None
 
         if base is None or delta is None:
-            files = split_files("weights", specs, PART_BYTES)
-            manifest = full_manifest(version, len(specs))
+            manifest = VersionManifest(version, 0, len(specs), [])
             with how.tensors(only_trained=True) as tensors:
-                manifest_bytes = self._put_gathered(version, files, tensors, manifest)
+                manifest = self._put(_split("weights", specs), tensors, manifest)
         else:
-            files = split_files("delta", delta.specs, PART_BYTES)
-            manifest = delta_manifest(version, base, delta.state, delta.grids)
             how.send_to_others(GiveChanges())
             with delta.taken() as changes:
-                manifest_bytes = self._put_gathered(version, files, changes, manifest)
+                manifest = base.delta(version, delta.state, delta.grids)
+                manifest = self._put(_split("delta", delta.specs), changes, manifest)
 
-        latest = self._announce(version, manifest_bytes, keep)
+        latest = self._announce(manifest, keep)
         if self._full_every > 1:
             how.send_to_others(KeepParts())
             self._parts.keep()
-            self._parts_base = base_of(latest, manifest_bytes)
+            self._parts_base = VersionBase(latest, manifest)
 
         return latest.sha256
 
-    def _announce(self, version: int, manifest: bytes, keep: int) -> Latest:
+    def _announce(self, manifest: VersionManifest, keep: int) -> Latest:
         """Announces a version whose files are written."""
-        latest = Latest(version, hashlib.sha256(manifest).hexdigest())
+        sha256 = hashlib.sha256(msgspec.json.encode(manifest)).hexdigest()
+        latest = Latest(manifest.version, sha256)
         self._put_latest(msgspec.json.encode(latest))
-        self._delete_old(version, keep)
+        self._delete_old(latest.version, keep)
         return latest
 
-    def _may_follow(self, base: Base, version: int) -> bool:
+    def _may_follow(self, base: VersionBase, version: int) -> bool:
         """Whether a delta may build on this base."""
         chain = base.manifest.chain
         taken = [base.latest.version, *(link.version for link in chain)]
@@ -252,7 +275,9 @@ class WeightVersions(ABC):
             return None
         return held_version if _specs(held_version.tensors) == _specs(trained) else None
 
-    def _is_delta_small_enough(self, base: Base, change: int, specs: Mapping[str, Spec]) -> bool:
+    def _is_delta_small_enough(
+        self, base: VersionBase, change: int, specs: Mapping[str, Spec]
+    ) -> bool:
         """Whether a delta of this size is smaller than the limits."""
         full_bytes = sum(spec.num_bytes for spec in specs.values())
         if change >= full_bytes:
@@ -286,7 +311,7 @@ class WeightVersions(ABC):
     def latest_version(self) -> Latest | None:
         """`latest` with its checksum. Raises EngineError if latest.json is invalid."""
         try:
-            return msgspec.json.decode(self._get(None, LATEST_FILE), type=Latest)
+            return decode_json(self._get(None, LATEST_FILE), Latest)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError) as error:
@@ -310,7 +335,7 @@ class WeightVersions(ABC):
 
         tensors = self._apply_deltas(latest, manifest) if manifest.chain else self._load(manifest)
         if self._full_every > 1:
-            self._held = HeldVersion(Base(latest, manifest), tensors)
+            self._held = HeldVersion(VersionBase(latest, manifest), tensors)
 
         return dict(tensors)
 
@@ -417,7 +442,7 @@ class WeightVersions(ABC):
 
     def _decode_manifest(self, version: int, raw: bytes) -> VersionManifest:
         try:
-            manifest = msgspec.json.decode(raw, type=VersionManifest)
+            manifest = decode_json(raw, VersionManifest)
         except msgspec.MsgspecError as error:
             raise self._unreadable(version, error) from error
 
@@ -472,12 +497,8 @@ def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
     return {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def _split(stem: str, tensors: dict[str, torch.Tensor]) -> list[Content]:
-    """Splits tensors into files of at most PART_BYTES."""
-    return [
-        Content(file, {name: tensors[name] for name in group})
-        for file, group in split_files(stem, _specs(tensors), PART_BYTES).items()
-    ]
+def _split(stem: str, specs: Mapping[str, Spec]) -> dict[str, dict[str, Spec]]:
+    return split_files(stem, specs, PART_BYTES)
 
 
 def in_parallel(function: Callable[[T], U], items: Iterable[T]) -> list[U]:
@@ -494,3 +515,14 @@ def _advice(specs: Mapping[str, Spec]) -> str:
         "them, so they are published in full: deltas pay for bfloat16 at learning rates of about "
         "1e-6"
     )
+
+
+def folder_name(version: int) -> str:
+    """Name of a version's folder, next to latest.json."""
+    return f"version-{version:06d}"
+
+
+def version_numbers(names: Iterable[str]) -> list[int]:
+    """The versions with these folder names, the oldest first."""
+    matches = (re.fullmatch(r"version-(\d+)", name) for name in names)
+    return sorted(int(match[1]) for match in matches if match)

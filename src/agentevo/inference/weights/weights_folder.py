@@ -12,23 +12,23 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from agentevo.errors import EngineError
-from agentevo.inference.weights.version_manifest import (
-    LATEST_FILE,
+from agentevo.inference.weights.weight_transport import LATEST_FILE
+from agentevo.inference.weights.weight_versions import (
     MANIFEST_FILE,
     ManifestPart,
+    VersionManifest,
+    WeightVersions,
     folder_name,
+    in_parallel,
     version_numbers,
 )
-from agentevo.inference.weights.weight_versions import Content, WeightVersions, in_parallel
 from agentevo.models.compute.parts import Spec
 from agentevo.models.files.tensor_file import write_files
 from agentevo.runtime.files import PARTIAL, atomic_folder, sync_to_disk, write_atomic
@@ -84,51 +84,26 @@ class WeightsFolder(WeightVersions):
 
     def _put(
         self,
-        version: int,
-        contents: list[Content],
-        manifest: Callable[[list[ManifestPart]], bytes],
-    ) -> bytes:
-        with self._place_version(version) as staging:
-
-            def save(content: Content) -> ManifestPart:
-                path = staging / content.file
-                try:
-                    save_file(content.tensors, path)
-                except SafetensorError as error:  # also raised if a file can't be written
-                    raise OSError(f"{self.path(version) / content.file}: {error}") from error
-                return _part(path)
-
-            manifest_bytes = manifest(in_parallel(save, contents))
-            _write_manifest(staging, manifest_bytes)
-
-        sync_to_disk(self.folder)
-        return manifest_bytes
-
-    def _put_gathered(
-        self,
-        version: int,
         files: dict[str, dict[str, Spec]],
         tensors: Iterator[tuple[str, torch.Tensor]],
-        manifest: Callable[[list[ManifestPart]], bytes],
-    ) -> bytes:
-        with self._place_version(version) as staging:
-            write_files(staging, files, tensors)
-            manifest_bytes = manifest(in_parallel(_part, (staging / file for file in files)))
-            _write_manifest(staging, manifest_bytes)
-        sync_to_disk(self.folder)
-        return manifest_bytes
-
-    @contextmanager
-    def _place_version(self, version: int) -> Iterator[Path]:
-        """Yields a temporary folder, and renames it to the version's folder at the end of the
-        block."""
+        manifest: VersionManifest,
+    ) -> VersionManifest:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self.folder.glob(
-            f".*{PARTIAL}"
-        ):  # left by a writer that was killed; only one writer exists at a time
+        # Left by a writer that was killed. Only one writer exists at a time.
+        for leftover in self.folder.glob(f".*{PARTIAL}"):
             shutil.rmtree(leftover, ignore_errors=True)
-        with atomic_folder(self.path(version)) as staging:
-            yield staging
+
+        with atomic_folder(self.path(manifest.version)) as staging:
+            write_files(staging, files, tensors)
+            manifest = manifest.with_parts(
+                in_parallel(_sync_part, [staging / file for file in files])
+            )
+            (staging / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
+            sync_to_disk(staging / MANIFEST_FILE)
+            sync_to_disk(staging)
+
+        sync_to_disk(self.folder)
+        return manifest
 
     def _put_latest(self, content: bytes) -> None:
         write_atomic(self.folder / LATEST_FILE, content, durable=True)
@@ -145,17 +120,11 @@ class WeightsFolder(WeightVersions):
         self._compare(version, part, actual)
 
 
-def _part(path: Path) -> ManifestPart:
+def _sync_part(path: Path) -> ManifestPart:
     """Syncs a written file to the disk, so that it survives a power cut. Returns its manifest
     entry."""
     sync_to_disk(path)
     return ManifestPart(path.name, _sha256(path), path.stat().st_size)
-
-
-def _write_manifest(folder: Path, content: bytes) -> None:
-    (folder / MANIFEST_FILE).write_bytes(content)
-    sync_to_disk(folder / MANIFEST_FILE)
-    sync_to_disk(folder)
 
 
 def _sha256(path: Path) -> str:

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentevo.config import RunConfig
-from agentevo.errors import EngineError, ModelError
+from agentevo.errors import EngineError
 from agentevo.inference.conversations.conversation import Conversation
 from agentevo.inference.conversations.drift import DriftPlace
 from agentevo.inference.embedded.sampling import filter_logits
@@ -120,8 +120,7 @@ def count_reencoded_differently(
 
 
 def drift_places(conversations: Sequence[Conversation]) -> list[str]:
-    """A line for each class of drift, the most frequent first: its count, its first place, and the
-    first token that would have differed."""
+    """A line for each class of drift, the most frequent first: its count and its first place."""
     total: Counter[str] = Counter()
     for conversation in conversations:
         total.update(conversation.drift.counts)
@@ -137,21 +136,9 @@ def drift_places(conversations: Sequence[Conversation]) -> list[str]:
 
 
 def _place(conversation: Conversation, place: DriftPlace) -> str:
-    text = (
+    return (
         f"{conversation.name}, message {place.message}: recorded '{place.recorded}', "
         f"received '{place.came}'"
-    )
-    try:
-        difference = conversation.first_difference(place)
-    except ModelError as error:
-        return f"{text}; encoded as a whole: {error}"
-
-    if difference is None:
-        return f"{text}; encoded as a whole it has the same tokens"
-
-    return (
-        f"{text}; encoded as a whole, the first difference is token {difference.position}, after "
-        f"'{difference.before}': recorded '{difference.recorded}', encoded '{difference.rendered}'"
     )
 
 

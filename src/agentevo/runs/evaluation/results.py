@@ -27,6 +27,7 @@ import msgspec
 
 from agentevo.errors import ConfigError, describe_error
 from agentevo.runs.folder.output_folder import check_empty, locked_output
+from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.files import must_write, sync_to_disk, write_atomic
 from agentevo.types import Status, Task, Trajectory
 
@@ -257,11 +258,10 @@ def _end_line(file: IO[bytes]) -> None:
 
 def _lines(path: Path, kind: type[T]) -> Iterator[T]:
     """The complete lines of a log."""
-    decoder = msgspec.json.Decoder(kind)
     with suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:
             with suppress(msgspec.MsgspecError):
-                yield decoder.decode(line)
+                yield decode_json(line, kind)
 
 
 def _json(content: Any) -> str:

@@ -28,6 +28,7 @@ import msgspec
 
 from agentevo.errors import AgentEvoError, CheckpointError, ConfigError
 from agentevo.observability.metrics import digests_by_step
+from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.files import must_write, write_atomic
 from agentevo.runtime.parsing import check_file
 from agentevo.store.codec import canonical_record
@@ -128,7 +129,7 @@ def read_head(folder: Path) -> Head | None:
 
     try:
         check_file(path)
-        return msgspec.json.decode(path.read_bytes(), type=Head)
+        return decode_json(path.read_bytes(), Head)
     except (ConfigError, OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(
             f"{path} can't be read ({error}): restore it from a copy, or delete it to continue "

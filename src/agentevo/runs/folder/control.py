@@ -29,6 +29,7 @@ import msgspec
 
 from agentevo.errors import ConfigError
 from agentevo.runs.folder.records import CHANGES, add_record
+from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.files import create_atomic, open_regular, write_atomic
 
 SESSION = "control.json"
@@ -301,6 +302,6 @@ def _read(path: Path, kind: type[T]) -> T | None:
     """A file of this module. None if it is gone, damaged, too large, a link, or not a file."""
     try:
         with open_regular(path) as file:
-            return msgspec.json.decode(file.read(MAX_BYTES), type=kind)
+            return decode_json(file.read(MAX_BYTES), kind)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

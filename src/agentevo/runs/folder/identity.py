@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import ConfigError, StoreUnavailableError
-from agentevo.inference.weights.object_names import (
+from agentevo.inference.weights.weight_transport import (
     CONFIG_FILE,
     ID_FILE,
     WRITER_FILE,

@@ -33,6 +33,7 @@ from agentevo.runs.folder.resume_rules import changes
 from agentevo.runs.launch.plan import LaunchPlan, read_plan
 from agentevo.runs.processes.supervisor import ChildProcess, Children, make_children
 from agentevo.runtime.console import to_stderr
+from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.device_names import visible
 from agentevo.runtime.files import write_atomic
 from agentevo.runtime.signals import catch_stop_signals
@@ -294,7 +295,7 @@ class HeartbeatReader:
     def poll(self) -> int | None:
         """The trainer's exit code, after it has ended. Raises LostNodeError."""
         with suppress(OSError, msgspec.DecodeError):
-            heartbeat = msgspec.json.decode(self._path.read_bytes(), type=Heartbeat)
+            heartbeat = decode_json(self._path.read_bytes(), Heartbeat)
             if self._last is None and heartbeat.code is not None:
                 self._old = heartbeat
 

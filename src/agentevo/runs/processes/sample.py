@@ -45,9 +45,7 @@ from agentevo.store.store import Store
 from agentevo.types import Task
 
 if TYPE_CHECKING:
-    from agentevo.inference.serving.announcements import AnnouncementWatcher
     from agentevo.inference.serving.remote import RemoteEngine
-    from agentevo.inference.serving.secret import RunSecret
 
 LAST_STEP_POLL_S = 2.0
 """The interval of checks whether the run has committed its last step, in seconds."""
@@ -194,6 +192,7 @@ async def engines_and_store(
     """Opens the run's engines (at `urls`, else those that its folder lists), its store, and the log
     of calls, and closes them at the end. None if `stop` was true before the store was open. `name`:
     the name of this process in traces."""
+    from agentevo.inference.serving.announcements import AnnouncementWatcher
     from agentevo.inference.serving.directory import EngineDirectory
     from agentevo.inference.serving.remote import RemoteEngine
     from agentevo.inference.serving.secret import RunSecret
@@ -210,7 +209,7 @@ async def engines_and_store(
     engine = RemoteEngine(
         list(urls) or directory,
         also=() if urls else config.rollout.engine_urls,
-        watcher=None if urls else _announcement_watcher(config, secret),
+        watcher=None if urls else AnnouncementWatcher.of(config, secret),
         secret=secret,
         poll_s=config.rollout.poll_s,
     )
@@ -224,18 +223,6 @@ async def engines_and_store(
                 yield engine, store, calls
     finally:
         await engine.close()
-
-
-def _announcement_watcher(config: RunConfig, secret: RunSecret) -> AnnouncementWatcher | None:
-    """Finds engines that announce themselves in the object store of the weights. None without such
-    a store."""
-    from agentevo.inference.serving.announcements import AnnouncementWatcher, StoreAnnouncements
-    from agentevo.inference.weights.objects import Objects
-
-    url = config.rollout.weights.url
-    return (
-        AnnouncementWatcher(StoreAnnouncements(Objects(url), secret)) if url is not None else None
-    )
 
 
 async def _serve(

@@ -31,13 +31,12 @@ from agentevo.errors import (
 )
 from agentevo.inference.engine import NO_VERSION, InFlight, UpdatableEngine, Weights
 from agentevo.inference.engines import check_engine, engines
-from agentevo.inference.serving.announcements import StoreAnnouncements
+from agentevo.inference.serving.announcements import StoreAnnouncements, open_announcements
 from agentevo.inference.serving.certificate import RunCertificate, check_installed
 from agentevo.inference.serving.directory import Announcement, EngineDirectory
 from agentevo.inference.serving.http_server import open_socket, url_of
 from agentevo.inference.serving.secret import RunSecret
 from agentevo.inference.serving.server import EngineApp, listening
-from agentevo.inference.weights.objects import Objects
 from agentevo.inference.weights.transports import remote_source
 from agentevo.inference.weights.weight_transport import (
     GroupSource,
@@ -163,10 +162,7 @@ def _board(
 ) -> StoreAnnouncements | None:
     """The place in which samplers without a shared folder find this engine; None if there is none,
     or if the engine is not encrypted and so only for this machine."""
-    url = config.rollout.weights.url
-    if url is None or not announcement.certificate:
-        return None
-    return StoreAnnouncements(Objects(url), secret)
+    return open_announcements(config, secret) if announcement.certificate else None
 
 
 async def _until(
