@@ -35,7 +35,7 @@ from agentevo_ui import (
 from agentevo_ui.access import VISITOR, Access, AccessGuard
 from agentevo_ui.confirmations import Confirmations
 from agentevo_ui.context import Dashboard, NotFoundError, page
-from agentevo_ui.indexes import Indexes
+from agentevo_ui.index.indexer import Indexes
 from agentevo_ui.players import Players
 from agentevo_ui.run_watcher import UnknownRunError, Watcher
 from agentevo_ui.shared_answers import SharedAnswers

@@ -4,9 +4,9 @@ attempts side by side, and the history of a token up to its gradient step."""
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
@@ -20,13 +20,14 @@ from agentevo.runtime.event_loop import in_thread
 from agentevo.store.calls import StoredCall
 from agentevo.store.records import StoredTrajectory
 from agentevo_ui.attempt_training import TokenTools, tools_of, training_of
-from agentevo_ui.attempts_page import reader_of
+from agentevo_ui.attempts_page import read_index, reader_of
 from agentevo_ui.context import NotFoundError, dashboard, part, run_of
-from agentevo_ui.index.reader import IndexRow, IndexUnavailableError
+from agentevo_ui.index.reader import IndexRow, OpenIndex
 from agentevo_ui.run_page import run_page
 from agentevo_ui.task_facts import read_task_facts
 
 router = APIRouter()
+T = TypeVar("T")
 
 MAX_SIBLINGS = 64
 WITHIN_S = 20.0
@@ -38,11 +39,7 @@ async def _attempt_of(
 ) -> tuple[StoredTrajectory, IndexRow | None]:
     """The attempt that a URL names, from the store, and its row in the index. Raises
     NotFoundError."""
-    reader, _ = await reader_of(request, view)
-    try:
-        row = await in_thread(reader.find, name)
-    except IndexUnavailableError:
-        row = None
+    row = await _in_index(request, view, lambda index: index.find(name))
 
     async with dashboard(request).stores.reading(view.source) as store:
         if row is not None:
@@ -62,6 +59,11 @@ async def _attempt_of(
     raise NotFoundError(f"The attempt {name[:200]} was deleted just now.")
 
 
+async def _in_index(request: Request, view: RunView, read: Callable[[OpenIndex], T]) -> T | None:
+    reader, _ = await reader_of(request, view)
+    return await read_index(reader, read)
+
+
 async def _annotations(view: RunView) -> Annotations:
     """The annotations of the run's attempts. None if the run has no folder here."""
     folder = view.source.folder
@@ -75,10 +77,9 @@ async def _siblings(request: Request, view: RunView, row: IndexRow | None) -> li
     """The attempts of its group, including itself. None if the index has none."""
     if row is None:
         return []
-    reader, _ = await reader_of(request, view)
-    with suppress(IndexUnavailableError):
-        return (await in_thread(reader.group, row.group_id))[:MAX_SIBLINGS]
-    return []
+    group_id = row.group_id
+    rows = await _in_index(request, view, lambda index: index.group(group_id))
+    return (rows or [])[:MAX_SIBLINGS]
 
 
 async def _calls(request: Request, view: RunView, name: str) -> list[StoredCall]:
@@ -155,9 +156,8 @@ async def _tokens(
     tools: TokenTools,
 ) -> dict[str, Any]:
     """A part of the tokens, and why some of their numbers are missing."""
-    reader, _ = await reader_of(request, view)
     async with dashboard(request).stores.reading(view.source) as store:
-        training, why = await training_of(view, store, reader, stored, row, tools.rule)
+        training, why = await training_of(view, store, stored, row, tools.rule)
 
     page_part = await in_thread(
         lambda: attempt_tokens.tokens_part(

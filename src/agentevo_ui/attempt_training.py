@@ -19,7 +19,7 @@ from agentevo.store.records import StoredTrajectory
 from agentevo.store.store import Store
 from agentevo.types import Sample, Trajectory
 from agentevo_ui.index.advantages import Rule, config_of, rule_of, step_samples, without_words
-from agentevo_ui.index.reader import IndexReader, IndexRow, IndexUnavailableError
+from agentevo_ui.index.reader import IndexRow
 
 MAX_ATTEMPTS = 2_048
 """The maximum number of attempts of a step that are read to compute the advantages of one of
@@ -93,7 +93,6 @@ _steps = OrderedDict[tuple[str, int], dict[str, list[Sample]]]()
 async def training_of(
     view: RunView,
     store: Store,
-    reader: IndexReader,
     stored: StoredTrajectory,
     row: IndexRow | None,
     rule: Rule | str,
@@ -104,7 +103,10 @@ async def training_of(
         why = f"it was not trained on: {stored.drop_reason or stored.state}"
         return Training(None, None, None), why
 
-    bound = await in_thread(_bound, reader, step)
+    records = await store.steps(after=step - 1, limit=1)
+    plan = records[0].record.get("plan") if records else None
+    bound = plan.get("staleness") if isinstance(plan, dict) else None
+    bound = bound if isinstance(bound, int) else None
     training, why = await _advantages(view, store, stored, row, rule, step, bound)
     moved, entropies = await in_thread(token_measures, view, stored.trajectory, step)
     return training._replace(moved=moved, entropies=entropies), why
@@ -134,15 +136,6 @@ async def _advantages(
 
     advantages = by_turn(stored.trajectory, samples.get(stored.trajectory.id, []))
     return Training(step, bound, advantages), ""
-
-
-def _bound(reader: IndexReader, step: int) -> int | None:
-    try:
-        facts = next((plan for number, _, _, plan in reader.steps() if number == step), {})
-    except IndexUnavailableError:
-        return None
-    bound = facts.get("staleness")
-    return bound if isinstance(bound, int) else None
 
 
 async def _samples(view: RunView, store: Store, step: int, rule: Rule) -> dict[str, list[Sample]]:

@@ -1,21 +1,21 @@
 """Lists of attempts: `/runs/{run}/attempts` (all of them), and `/runs/{run}/steps/{step}` (a step's
-groups). Both read only the index."""
+groups). Both read the index, and a step's page reads its record from the store."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from agentevo.errors import ConfigError
+from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.observability.pages.histograms import HistogramBar, histogram
 from agentevo.observability.pages.navigation import run_url
 from agentevo.runs.folder.run_state import RunView
@@ -27,12 +27,14 @@ from agentevo_ui.index.reader import (
     IndexState,
     IndexUnavailableError,
     Listing,
+    OpenIndex,
 )
 from agentevo_ui.index.selection import ORDERS, Selection, exact
 from agentevo_ui.run_page import run_page
 from agentevo_ui.task_facts import read_task_facts
 
 router = APIRouter()
+T = TypeVar("T")
 
 HISTOGRAMS = (("reward", "Reward"), ("tokens", "Sampled tokens"), ("age", "Age in versions"))
 TITLES = {
@@ -117,25 +119,24 @@ def _selection(query: Mapping[str, str]) -> Selection:
         raise NotFoundError(str(error)) from error
 
 
-def _view(reader: IndexReader, selection: Selection, base: str) -> View:
+def _view(index: OpenIndex, selection: Selection, base: str) -> View:
     def link(**changes: Any) -> str:
         keys = selection.query(**changes)
         return f"{base}?{urlencode(keys)}" if keys else base
 
     choices = []
     if selection.task:
-        choices.append(
-            AttemptChoice("Task", "task", selection.task, [_task(reader, selection, link)])
-        )
+        word = selection.task, index.count(selection)[0], link(task=None)
+        choices.append(AttemptChoice("Task", "task", selection.task, [word]))
 
     for name, title in TITLES.items():
         chosen = selection.choices.get(name, "")
-        words = reader.words(selection, name)
+        words = index.count_words(selection, name)
         if len(words) > 1 or chosen or (words and name in PARTIAL_FILTERS):
             links = [(w, n, link(**{name: None if w == chosen else w})) for w, n in words]
             choices.append(AttemptChoice(title, name, chosen, links))
 
-    has = reader.has_values(selection)
+    has = index.has_values(selection)
     orders = [
         (
             title,
@@ -149,7 +150,7 @@ def _view(reader: IndexReader, selection: Selection, base: str) -> View:
     for name, title in HISTOGRAMS:
         edges = (f"{name}_from", f"{name}_to")
         low, high = selection.ranges.get(name, (math.nan, math.nan))
-        histogram_bars = reader.histogram(selection, name)
+        histogram_bars = index.histogram(selection, name)
         bars = []
         for bar in histogram_bars:
             # A value at an edge belongs to the bar that begins there. At the last edge, it belongs
@@ -165,23 +166,21 @@ def _view(reader: IndexReader, selection: Selection, base: str) -> View:
         back = link(**dict.fromkeys(edges)) if name in selection.ranges else ""
         pictures.append((title, picture, back))
 
-    return View(selection, choices, orders, pictures, *reader.count(selection))
+    return View(selection, choices, orders, pictures, *index.count(selection))
 
 
 @router.get("/runs/{run}/attempts", response_class=HTMLResponse)
 async def attempts(request: Request, run: str) -> HTMLResponse:
     """All attempts of a run, filtered, sorted and searched."""
     view = await run_of(request, run)
-    reader, _ = await reader_of(request, view)
     selection = _selection(request.query_params)
     base = run_url(run, "attempts")
-
-    def read() -> tuple[View, Listing]:
-        with reader.steady():
-            return _view(reader, selection, base), reader.listing(selection)
-
     facts = await read_task_facts(request, view, [selection.task] if selection.task else [])
     task = facts.get(selection.task)
+
+    def read(index: OpenIndex) -> Listing:
+        return index.listing(selection)
+
     return await _answer(request, view, "attempts.html", read, selection, base, task=task)
 
 
@@ -189,31 +188,29 @@ async def attempts(request: Request, run: str) -> HTMLResponse:
 async def step(request: Request, run: str, step: int) -> HTMLResponse:
     """A step: its groups side by side."""
     view = await run_of(request, run)
-    reader, _ = await reader_of(request, view)
     query = dict(request.query_params) | {"step": str(step)}
     after = query.pop("after", None)
     selection = _selection(query)
     base = run_url(run, "steps", step)
+    facts = await _step_facts(request, view, step)
 
-    def read() -> tuple[View, Any]:
-        with reader.steady():
-            groups, next_after, total = reader.step_groups(selection, after=after)
-            shown = _view(reader, selection, base)
-            return shown, _StepGroups(
-                [_group(rows) for rows in groups],
-                None
-                if next_after is None
-                else f"{base}?{urlencode(selection.query(after=next_after))}",
-                total,
-                _neighbours(reader, step),
-            )
+    def read(index: OpenIndex) -> _StepGroups:
+        groups, next_after, total = index.step_groups(selection, after=after)
+        steps = index.steps().tolist()
+        return _StepGroups(
+            [_group(rows) for rows in groups],
+            None
+            if next_after is None
+            else f"{base}?{urlencode(selection.query(after=next_after))}",
+            total,
+            facts
+            | {
+                "before": max((n for n in steps if n < step), default=None),
+                "after": min((n for n in steps if n > step), default=None),
+            },
+        )
 
     return await _answer(request, view, "step.html", read, selection, base, step=step)
-
-
-def _task(reader: IndexReader, selection: Selection, link: Any) -> tuple[str, int, str]:
-    """The chosen task, with the number of selected attempts at it."""
-    return selection.task, reader.count(selection)[0], link(task=None)
 
 
 class AttemptGroup(NamedTuple):
@@ -251,44 +248,66 @@ def _group(rows: Sequence[IndexRow]) -> AttemptGroup:
     )
 
 
-def _neighbours(reader: IndexReader, step: int) -> dict[str, Any]:
-    """The committed steps before and after a step, and the step's facts."""
-    steps = reader.steps()
-    numbers = [row[0] for row in steps]
-    current = next((row for row in steps if row[0] == step), None)
-    return {
-        "before": max((n for n in numbers if n < step), default=None),
-        "after": min((n for n in numbers if n > step), default=None),
-        "committed_at": current[1] if current else None,
-        "num_trained": current[2] if current else None,
-        "plan": current[3] if current else {},
-    }
+async def _step_facts(request: Request, view: RunView, step: int) -> dict[str, Any]:
+    """The facts of a committed step from its record. Without numbers if there is none."""
+    facts: dict[str, Any] = dict.fromkeys(("committed_at", "num_trained", "masked_tokens"))
+    facts["dropped"] = {}
+    with suppress(AgentEvoError, TimeoutError):  # the page shows the index's rows
+        async with dashboard(request).stores.reading(view.source) as store:
+            for record in await store.steps(after=step - 1, limit=1):
+                if record.step == step:
+                    facts["committed_at"] = record.committed_at
+                    facts["num_trained"] = record.num_trajectories
+                    facts |= _plan_facts(record.record.get("plan"))
+
+    return facts
+
+
+def _plan_facts(plan: object) -> dict[str, Any]:
+    if not isinstance(plan, dict):
+        return {}
+    dropped = plan.get("dropped")
+    counts = {why: len(ids) for why, ids in dropped.items()} if isinstance(dropped, dict) else {}
+    return {"dropped": counts, "masked_tokens": plan.get("masked_tokens")}
+
+
+async def read_index(reader: IndexReader, read: Callable[[OpenIndex], T]) -> T | None:
+    """What `read` finds in the index. None before the index exists."""
+
+    def work() -> T:
+        with reader.open() as index:
+            return read(index)
+
+    with suppress(IndexUnavailableError):
+        return await in_thread(work)
+    return None
 
 
 async def _answer(
     request: Request,
     view: RunView,
     template: str,
-    read: Any,
+    read: Callable[[OpenIndex], Any],
     selection: Selection,
     base: str,
     **variables: Any,
 ) -> HTMLResponse:
     """The page. Without an index, it shows the progress of the index."""
-    _, (state, trouble) = await ready_index(request, view)
-    shown = None
+    reader, (state, trouble) = await ready_index(request, view)
     content = None
-    with suppress(IndexUnavailableError):
-        if state.at:
-            shown, content = await in_thread(read)
+    if state.at:
+        content = await read_index(
+            reader, lambda index: (_view(index, selection, base), read(index))
+        )
 
+    shown, listed = content or (None, None)
     return run_page(
         request,
         template,
         view,
         "attempts",
         shown=shown,
-        found=content,
+        found=listed,
         index=state,
         trouble=trouble,
         selection=selection,

@@ -8,14 +8,16 @@ from urllib.parse import urlencode
 
 from fastapi import Request
 from fastapi.responses import HTMLResponse
+from starlette.responses import Response
 
 from agentevo.observability.pages import render
+from agentevo.observability.pages.charts import Chart
+from agentevo.observability.pages.embedded_json import as_json
 from agentevo.runs.folder.run_state import RunView
 from agentevo.runs.folder.sources import Sources
-from agentevo_ui.access import FORM, VISITOR
+from agentevo_ui.access import FORM, VISITOR, Visitor
 from agentevo_ui.confirmations import Confirmations
-from agentevo_ui.forms import Visitor
-from agentevo_ui.indexes import Indexes
+from agentevo_ui.index.indexer import Indexes
 from agentevo_ui.players import Players
 from agentevo_ui.run_watcher import Watcher
 from agentevo_ui.shared_answers import THEME, THEMES
@@ -61,6 +63,11 @@ def form_of(request: Request) -> dict[str, str]:
     """The fields of a POST. If several fields have the same name, the first one counts."""
     fields: dict[str, str] = request.scope[FORM]
     return fields
+
+
+def chart_json(chart: Chart) -> Response:
+    """The numbers of a chart, in the form for charts.js."""
+    return Response(as_json(chart.told).encode("utf-8", "replace"), media_type="application/json")
 
 
 def is_part(request: Request) -> bool:

@@ -2,8 +2,8 @@
 stop, save, pause or resume, for visitors with control.
 
 A button leads to a page that says what will happen. Only the form of that page sends a request to
-the run, and only once, even if the form is sent again (confirmations.py). access.py and forms.py
-check a request before it arrives here.
+the run, and only once, even if the form is sent again (confirmations.py). access.py checks
+a request before it arrives here.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from agentevo.runs.folder.records import CHANGES, add_record, read_records
 from agentevo.runs.folder.run_state import RunView
 from agentevo.runs.folder.trainer_session import session_of
 from agentevo.runtime.event_loop import in_thread
+from agentevo_ui.access import Visitor
 from agentevo_ui.context import NotFoundError, dashboard, form_of, page, run_of, visitor
-from agentevo_ui.forms import Visitor
 from agentevo_ui.run_page import run_page
 
 router = APIRouter()

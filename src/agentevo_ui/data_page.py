@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 from collections.abc import Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any, Literal, NamedTuple, get_args
 from urllib.parse import urlencode
 
@@ -17,13 +17,12 @@ from agentevo.errors import AgentEvoError
 from agentevo.observability.pages.navigation import run_url
 from agentevo.runs.folder.run_state import RunView
 from agentevo.runtime.credentials import without_password
-from agentevo.runtime.event_loop import in_thread
 from agentevo.store.records import Split, StoredTask
 from agentevo_ui import task_tallies
+from agentevo_ui.attempts_page import read_index, ready_index
 from agentevo_ui.context import dashboard, run_of
-from agentevo_ui.evaluation_page import ready_index
 from agentevo_ui.index.derived import task_words
-from agentevo_ui.index.reader import IndexReader, IndexUnavailableError
+from agentevo_ui.index.reader import OpenIndex
 from agentevo_ui.index.selection import Selection
 from agentevo_ui.run_page import run_page
 from agentevo_ui.task_facts import TaskFacts, read_task_facts, task_facts
@@ -85,9 +84,10 @@ async def data(
     reader, (state, trouble) = await ready_index(request, view)
     text = q[:MAX_TEXT].strip()
     contents = None
-    with suppress(IndexUnavailableError):
-        if state.at:
-            contents = await in_thread(_search_index, reader, split, text, order, page)
+    if state.at:
+        contents = await read_index(
+            reader, lambda index: _search_index(index, split, text, order, page)
+        )
 
     rows = [] if contents is None else contents.tasks.rows
     facts = await read_task_facts(request, view, [row.id for row in rows])
@@ -124,17 +124,16 @@ async def data(
     )
 
 
-def _search_index(reader: IndexReader, split: str, text: str, order: str, page: int) -> TaskSearch:
-    with reader.steady():
-        states, counted_at = reader.task_states()
-        return TaskSearch(
-            task_tallies.ledger(reader),
-            reader.words(Selection(), "reason"),
-            reader.words(Selection(), "error"),
-            task_tallies.tasks(reader, split=split, text=text, order=order, page=page),
-            states,
-            counted_at,
-        )
+def _search_index(index: OpenIndex, split: str, text: str, order: str, page: int) -> TaskSearch:
+    states, counted_at = index.task_states()
+    return TaskSearch(
+        task_tallies.ledger(index),
+        index.count_words(Selection(), "reason"),
+        index.count_words(Selection(), "error"),
+        task_tallies.tasks(index, split=split, text=text, order=order, page=page),
+        states,
+        counted_at,
+    )
 
 
 async def _read_set_aside(

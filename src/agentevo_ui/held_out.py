@@ -9,16 +9,15 @@ because a page is requested many times.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from agentevo.runs.evaluation.estimates import RESAMPLES, Estimate, mean_of, paired_difference
-from agentevo.store.records import SPLITS
-from agentevo_ui.index.columns import STATUSES
-from agentevo_ui.index.reader import IndexReader
+from agentevo_ui.index.columns import NONE
+from agentevo_ui.index.reader import OpenIndex
 
 MAX_DRAWS = 24_000_000
 """The maximum number of resampled values for a chart's intervals. With more tasks, the chart has
@@ -27,14 +26,14 @@ MAX_STEPS = 120
 MAX_CHANGES = 200
 """The maximum number of tasks in each of the lists of better and of worse tasks."""
 MAX_CACHED = 4_096
+WORDS = ("decoding", "agent", "kind", "difficulty")
 
 
 class HeldOut(NamedTuple):
     """Held-out attempts as columns [N], in the order of writing."""
 
     step: np.ndarray
-    task: np.ndarray
-    """The number of the task in the index."""
+    task_id: np.ndarray
     decoding: np.ndarray
     agent: np.ndarray
     kind: np.ndarray
@@ -42,10 +41,9 @@ class HeldOut(NamedTuple):
     success: np.ndarray
     reward: np.ndarray
     is_completed: np.ndarray
-    place: np.ndarray
-    """The places of the attempts in the index."""
-    words: dict[int, str]
-    """Maps the numbers in decoding, agent, kind and difficulty to their words."""
+    seq: np.ndarray
+    words: dict[str, list[str]]
+    """Maps a column of words to the words that its numbers mean."""
 
     def part(self, where: np.ndarray) -> HeldOut:
         """The attempts for which `where` is true."""
@@ -57,15 +55,18 @@ class HeldOut(NamedTuple):
     def count_words(self, name: str) -> dict[str, int]:
         """Maps a word of the column `name` to its number of attempts, the most frequent word
         first."""
-        counts = np.bincount(getattr(self, name))
-        counts_by_word = {
-            self.words.get(i, ""): int(counts[i]) for i in np.flatnonzero(counts).tolist()
-        }
+        numbers, counts = np.unique(getattr(self, name), return_counts=True)
+        pairs = zip(numbers.tolist(), counts.tolist(), strict=True)
+        counts_by_word = {self.word(name, number): count for number, count in pairs}
         return dict(sorted(counts_by_word.items(), key=lambda item: -item[1]))
+
+    def word(self, name: str, number: int) -> str:
+        """The word that a number in the column `name` means. Empty if it has none."""
+        return self.words[name][number] if number != NONE else ""
 
     def of_word(self, name: str, word: str) -> HeldOut:
         """The attempts with `word` in the column `name`."""
-        numbers = [number for number, text in self.words.items() if text == word]
+        numbers = [i for i in range(NONE, len(self.words[name])) if self.word(name, i) == word]
         return self.part(np.isin(getattr(self, name), numbers))
 
     @property
@@ -105,15 +106,15 @@ class StepComparison(NamedTuple):
     num_worse: int
 
 
-def held_out(reader: IndexReader) -> HeldOut:
-    """All held-out attempts of a run. Raises IndexUnavailableError."""
-    table = reader.columns()
-    where = np.flatnonzero(table["alive"] & (table["split"] == SPLITS.index("eval")))
-    names = ("step", "task", "decoding", "agent", "kind", "difficulty", "success", "reward")
-    columns: dict[str, Any] = {name: table[name][where] for name in names}
-    completed = table["status"][where] == STATUSES.index("completed")
+def held_out(index: OpenIndex) -> HeldOut:
+    """All held-out attempts of a run."""
+    where = np.flatnonzero(index.columns["alive"] & index.has_word("split", "eval"))
+    names = ("step", "task_id", *WORDS, "success", "reward")
     return HeldOut(
-        **columns, is_completed=completed, place=where + 1, words=reader.words_by_number()
+        **{name: index.columns[name][where] for name in names},
+        is_completed=index.has_word("status", "completed")[where],
+        seq=where,
+        words={name: index.words(name) for name in ("task_id", *WORDS)},
     )
 
 
@@ -122,8 +123,8 @@ def account(attempts: HeldOut) -> Account:
     done = attempts.part(attempts.is_completed)
     _, success = _mean_by_task(done, done.success)
     _, reward = _mean_by_task(done, done.reward)
-    total = len(attempts.task)
-    return Account(_estimate(success), _estimate(reward), total, total - len(done.task))
+    total = len(attempts.task_id)
+    return Account(_estimate(success), _estimate(reward), total, total - len(done.task_id))
 
 
 def by_part(attempts: HeldOut) -> list[tuple[str, str, Account]]:
@@ -132,9 +133,8 @@ def by_part(attempts: HeldOut) -> list[tuple[str, str, Account]]:
     pairs = np.stack([attempts.kind, attempts.difficulty], axis=1)
     for kind, difficulty in np.unique(pairs, axis=0).tolist() if len(pairs) else []:
         is_in_part = (attempts.kind == kind) & (attempts.difficulty == difficulty)
-        kind_word = attempts.words.get(kind, "")
-        difficulty_word = attempts.words.get(difficulty, "")
-        accounts.append((kind_word, difficulty_word, account(attempts.part(is_in_part))))
+        words = attempts.word("kind", kind), attempts.word("difficulty", difficulty)
+        accounts.append((*words, account(attempts.part(is_in_part))))
 
     return sorted(accounts, key=lambda row: (row[0], _sort_key(row[1])))
 
@@ -143,7 +143,7 @@ def curve(attempts: HeldOut) -> list[tuple[int, Estimate]]:
     """Success at the evaluated steps. If there are too many steps, some of them at even distances,
     including the first and the last."""
     steps = attempts.steps
-    tasks = len(np.unique(attempts.task)) or 1
+    tasks = len(np.unique(attempts.task_id)) or 1
     max_steps = int(min(max(MAX_DRAWS // (RESAMPLES * tasks), 8), MAX_STEPS))
     if len(steps) > max_steps:
         places = np.unique(np.linspace(0, len(steps) - 1, max_steps).round().astype(int))
@@ -163,70 +163,51 @@ def account_at(attempts: HeldOut, step: int) -> Account:
     return account(attempts.part(attempts.step == step))
 
 
-def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> StepComparison:
+def changes(index: OpenIndex, attempts: HeldOut, first: int, last: int) -> StepComparison:
     """The tasks that are solved more often, and less often, at the last of two steps."""
     sides = []
     for step in (first, last):
         done = attempts.part((attempts.step == step) & attempts.is_completed)
         tasks, shares = _mean_by_task(done, done.success)
         # The first attempt at each task.
-        _, places = np.unique(done.task, return_index=True)
-        sides.append((tasks, shares, done.place[places]))
+        _, places = np.unique(done.task_id, return_index=True)
+        sides.append((tasks, shares, done.seq[places]))
 
-    (tasks, before, place_before), (tasks_after, after, place_after) = sides
-    shared_tasks, before_places, after_places = np.intersect1d(
+    (tasks, before, seqs_before), (tasks_after, after, seqs_after) = sides
+    shared_tasks, left, right = np.intersect1d(
         tasks, tasks_after, assume_unique=True, return_indices=True
     )
-    before = before[before_places]
-
-    after = after[after_places]
+    before = before[left]
+    after = after[right]
     gain = after - before
     order = np.argsort(-np.abs(gain), kind="stable")
-    changes_by_direction: dict[bool, list[TaskChange]] = {}
-    for is_better in (True, False):
-        chosen = order[gain[order] > 0 if is_better else gain[order] < 0][:MAX_CHANGES]
-        names = _names(reader, "SELECT number, id FROM tasks WHERE number", shared_tasks[chosen])
-        ids = _names(
-            reader,
-            "SELECT place, id FROM attempts WHERE place",
-            np.concatenate(
-                [place_before[before_places[chosen]], place_after[after_places[chosen]]]
-            ),
+    better = order[gain[order] > 0]
+    worse = order[gain[order] < 0]
+    shown = np.concatenate([better[:MAX_CHANGES], worse[:MAX_CHANGES]])
+    ids = index.ids(np.concatenate([seqs_before[left[shown]], seqs_after[right[shown]]]).tolist())
+    rows = {
+        i: TaskChange(
+            attempts.word("task_id", int(shared_tasks[i])),
+            float(before[i]),
+            float(after[i]),
+            ids.get(int(seqs_before[left[i]]), ""),
+            ids.get(int(seqs_after[right[i]]), ""),
         )
-        changes_by_direction[is_better] = [
-            TaskChange(
-                names.get(int(shared_tasks[i]), ""),
-                float(before[i]),
-                float(after[i]),
-                ids.get(int(place_before[before_places[i]]), ""),
-                ids.get(int(place_after[after_places[i]]), ""),
-            )
-            for i in chosen.tolist()
-        ]
-
+        for i in shown.tolist()
+    }
     return StepComparison(
         _difference(before, after),
         len(shared_tasks),
-        changes_by_direction[True],
-        int(np.count_nonzero(gain > 0)),
-        changes_by_direction[False],
-        int(np.count_nonzero(gain < 0)),
+        [rows[i] for i in better[:MAX_CHANGES].tolist()],
+        len(better),
+        [rows[i] for i in worse[:MAX_CHANGES].tolist()],
+        len(worse),
     )
-
-
-def _names(reader: IndexReader, query: str, numbers: Sequence[int] | np.ndarray) -> dict[int, str]:
-    names: dict[int, str] = {}
-    values = [int(number) for number in numbers]
-    for start in range(0, len(values), 500):
-        batch = values[start : start + 500]
-        placeholders = ", ".join("?" * len(batch))
-        names.update((row[0], row[1]) for row in reader.ask(f"{query} IN ({placeholders})", batch))
-    return names
 
 
 def _mean_by_task(done: HeldOut, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The tasks in the order of their numbers, and the mean value of each."""
-    tasks, places = np.unique(done.task, return_inverse=True)
+    tasks, places = np.unique(done.task_id, return_inverse=True)
     counts = np.bincount(places, minlength=len(tasks))
     sums = np.bincount(places, weights=values.astype(np.float64), minlength=len(tasks))
     return tasks, sums / np.maximum(counts, 1)

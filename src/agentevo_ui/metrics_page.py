@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Annotated
 from urllib.parse import urlencode
@@ -13,11 +12,10 @@ from fastapi.responses import HTMLResponse
 from starlette.responses import Response
 
 from agentevo.observability.chart_lines import NAMES, Axis, chart_of
-from agentevo.observability.pages.embedded_json import for_json
 from agentevo.observability.pages.navigation import run_url
 from agentevo.runs.folder.run_state import RunView
 from agentevo.runtime.event_loop import in_thread
-from agentevo_ui.context import NotFoundError, is_part, part, run_of
+from agentevo_ui.context import NotFoundError, chart_json, is_part, part, run_of
 from agentevo_ui.run_page import run_page
 
 router = APIRouter()
@@ -80,8 +78,7 @@ async def series(request: Request, run: str, metric: str, x: Axis = "step") -> R
     chart = await in_thread(chart_of, view, metric, "", x)
     if chart is None:
         raise NotFoundError(f"This run has logged no {metric[:100]}.")
-    text = json.dumps(for_json(chart.told), separators=(",", ":"), allow_nan=False)
-    return Response(text.encode("utf-8", "replace"), media_type="application/json")
+    return chart_json(chart)
 
 
 def _is_like(name: str, q: str) -> bool:

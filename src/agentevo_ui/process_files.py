@@ -35,18 +35,12 @@ MAX_LOG_LINE = 2_000
 """The maximum number of characters of a line of a log."""
 
 
-class ListedEngine(NamedTuple):
+class ListedEngine(Announcement, frozen=True, kw_only=True):
     """An engine that has announced itself."""
 
-    name: str
-    url: str
-    pid: int
-    started_at: float
-    beaten_at: float
+    beaten_at: float = 0.0
     """The time of its last heartbeat, Unix time."""
-    lives: bool
-    version: int | None
-    """The version of the weights that it served at that time. None if it is missing."""
+    lives: bool = False
 
 
 class Log(NamedTuple):
@@ -80,19 +74,9 @@ def engines(source: RunSource) -> list[ListedEngine]:
     listed = []
     for path, what in _files(source.file("engines"), ".json"):
         with suppress(OSError, msgspec.MsgspecError):
-            announcement = decode_json(_read_end(path, MAX_JSON_BYTES)[0], Announcement)
+            engine = decode_json(_read_end(path, MAX_JSON_BYTES)[0], ListedEngine)
             lives = abs(time.time() - what.st_mtime) <= DEAD_S
-            listed.append(
-                ListedEngine(
-                    name=announcement.name,
-                    url=announcement.url,
-                    pid=announcement.pid,
-                    started_at=announcement.started_at,
-                    beaten_at=what.st_mtime,
-                    lives=lives,
-                    version=announcement.version,
-                )
-            )
+            listed.append(msgspec.structs.replace(engine, beaten_at=what.st_mtime, lives=lives))
 
     return sorted(listed, key=lambda engine: engine.name)
 

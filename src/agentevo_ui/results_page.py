@@ -7,11 +7,10 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
-from threading import Lock
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
@@ -70,35 +69,6 @@ class ModelComparison(NamedTuple):
     worse: list[tuple[str, float, float]]
 
 
-class _ResultsCache:
-    """Caches the results of the last MAX_FOLDERS folders until their files change. Any thread may
-    use it."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._cache: OrderedDict[Path, tuple[object, Results]] = OrderedDict()
-
-    def get(self, folder: Path) -> Results:
-        """The results of a folder. Raises ConfigError if the folder has none."""
-        signature = [_signature(folder / name) for name in (SETTINGS, RESULTS, SUMMARY)]
-        with self._lock:
-            cached = self._cache.get(folder)
-
-        if cached is not None and cached[0] == signature:
-            return cached[1]
-
-        loaded = _read(folder)
-        with self._lock:
-            self._cache[folder] = (signature, loaded)
-            while len(self._cache) > MAX_FOLDERS:
-                self._cache.popitem(last=False)
-
-        return loaded
-
-
-_results_cache = _ResultsCache()
-
-
 @router.get("/results/{key}", response_class=HTMLResponse)
 async def results(
     request: Request,
@@ -115,7 +85,7 @@ async def results(
     if folder is None:
         raise NotFoundError(f"There is no evaluation {key[:100]} in {sources.shown}.")
 
-    evaluation = await in_thread(_results_cache.get, folder)
+    evaluation = await in_thread(_read_cached, folder)
     labels = [str(model.get("model", "")) for model in evaluation.models]
     first = first if first in labels else (labels[0] if labels else "")
     last = last if last in labels else (labels[-1] if labels else "")
@@ -160,15 +130,22 @@ def estimate(record: Any) -> Estimate | None:
     return Estimate(value, low, high, int(tasks))
 
 
-def _signature(path: Path) -> object:
+def _read_cached(folder: Path) -> Results:
+    """The results of a folder, read again only if its files have changed. Raises ConfigError if the
+    folder has none."""
+    return _read(folder, tuple(_signature(folder / name) for name in (SETTINGS, RESULTS, SUMMARY)))
+
+
+def _signature(path: Path) -> tuple[int, ...] | None:
     try:
         status = path.lstat()
     except OSError:
         return None
-    return (status.st_ino, status.st_size, status.st_mtime_ns, stat.S_ISREG(status.st_mode))
+    return (status.st_ino, status.st_size, status.st_mtime_ns, stat.S_IFMT(status.st_mode))
 
 
-def _read(folder: Path) -> Results:
+@lru_cache(maxsize=MAX_FOLDERS)
+def _read(folder: Path, signature: tuple[tuple[int, ...] | None, ...]) -> Results:
     for name in (SETTINGS, RESULTS, SUMMARY):
         if os.path.lexists(folder / name) and not stat.S_ISREG((folder / name).lstat().st_mode):
             raise ConfigError(f"{folder / name} is not a file: the dashboard follows no links")

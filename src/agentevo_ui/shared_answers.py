@@ -5,26 +5,24 @@ the run. A request that arrives during that time waits for the same page. A requ
 seconds gets the page again, unless the state of the run has changed.
 
 Invariants. A shared page does not depend on the viewer. The application sees only the address,
-whether htmx sent the request, and the theme, so no page can contain a viewer's own data. Visitors
-with control get their own pages, which are never cached. At most MAX_ANSWERS answers with at most
-MAX_BYTES bytes together are cached. A viewer who leaves does not cancel the page for others who
-wait for it.
+whether htmx sent the request, the theme and whether the viewer takes gzip, so no page can contain a
+viewer's own data. Visitors with control get their own pages, which are never cached or compressed.
+A viewer who leaves does not cancel the page for others who wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gzip
 import re
-import time
-from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
+from starlette.datastructures import Headers
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agentevo.runtime.event_loop import in_thread
-from agentevo_ui.forms import Visitor
+from agentevo_ui.access import Visitor
 from agentevo_ui.run_watcher import Watcher
 
 PATHS = re.compile(
@@ -33,7 +31,6 @@ PATHS = re.compile(
 )
 KEPT_S = 0.5
 MAX_ANSWERS = 64
-MAX_BYTES = 32_000_000
 MAX_QUERY_BYTES = 2_000
 """The maximum number of bytes of a query whose answer is cached."""
 MADE_S = 60.0
@@ -42,6 +39,7 @@ SMALLEST_GZIPPED = 1_000
 LEVEL = 4
 THEME = "agentevo-theme"
 THEMES = ("light", "dark")
+_COPIED = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "root_path")
 
 
 class AnswerKey(NamedTuple):
@@ -49,27 +47,13 @@ class AnswerKey(NamedTuple):
 
     path: str
     query: bytes
-    is_part: bool
-    theme: str
+    headers: tuple[tuple[bytes, bytes], ...]
 
 
-class SharedAnswer(NamedTuple):
-    """An answer as the application returned it."""
-
-    status: int
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
-    gzipped: bytes
-    """Empty if compression would save nothing."""
-
-
-@dataclass
-class _AnswerEntry:
-    making: asyncio.Task[SharedAnswer]
+class _AnswerEntry(NamedTuple):
+    making: asyncio.Task[list[Message]]
     watched_state: tuple[int, int]
     """The watcher's state at the start of the answer."""
-    at: float
-    size: int = 0
 
 
 class SharedAnswers:
@@ -91,99 +75,56 @@ class SharedAnswers:
             await self.app(scope, receive, send)
             return
 
-        headers = dict(reversed(scope["headers"]))  # the first header of each name counts
-        is_part = headers.get(b"hx-request") == b"true"
-        theme = _theme(headers.get(b"cookie", b""))
-        key = AnswerKey(scope["path"], scope["query_string"], is_part, theme)
-        # Shielded, because other requests wait for it too.
-        answer = await asyncio.shield(self._making(key, match["run"], scope))
-        await _send(send, answer, headers.get(b"accept-encoding", b""))
-
-    def _making(self, key: AnswerKey, run: str | None, scope: Scope) -> asyncio.Task[SharedAnswer]:
-        """The task that makes the answer, or has made it."""
-        now = time.monotonic()
-        watched_state = self._watcher.known(run)
+        key = AnswerKey(scope["path"], scope["query_string"], _kept_headers(Headers(scope=scope)))
+        state = self._watcher.known(match["run"])
         entry = self._answers.get(key)
-        is_fresh = entry is not None and (not entry.making.done() or now - entry.at < KEPT_S)
-        if entry is not None and is_fresh and entry.watched_state == watched_state:
-            return entry.making
+        if entry is None or entry.watched_state != state:
+            entry = _AnswerEntry(asyncio.ensure_future(self._make(key, scope)), state)
+            entry.making.add_done_callback(partial(self._keep, key))
+            self._answers[key] = entry
+            while len(self._answers) > MAX_ANSWERS:
+                del self._answers[next(iter(self._answers))]
 
-        self._forget(now)
-        making = asyncio.ensure_future(self._make(key, scope))
-        entry = self._answers[key] = _AnswerEntry(making, watched_state, now)
-        making.add_done_callback(lambda _: self._done(key, entry))
+        # Shielded, because other requests wait for it too.
+        for message in await asyncio.shield(entry.making):
+            await send(message)
 
-        return making
+    def _keep(self, key: AnswerKey, making: asyncio.Task[list[Message]]) -> None:
+        """Caches a complete page for KEPT_S seconds."""
 
-    def _done(self, key: AnswerKey, entry: _AnswerEntry) -> None:
-        """Caches an answer if that is allowed."""
-        failed = entry.making.cancelled() or entry.making.exception() is not None
-        if failed or entry.making.result().status != 200:
-            if self._answers.get(key) is entry:
+        def forget() -> None:
+            if key in self._answers and self._answers[key].making is making:
                 del self._answers[key]
-            return
 
-        answer = entry.making.result()
-        entry.at = time.monotonic()
-        entry.size = len(answer.body) + len(answer.gzipped)
+        failed = making.cancelled() or making.exception() is not None
+        if failed or making.result()[0]["status"] != 200:
+            forget()
+        else:
+            asyncio.get_running_loop().call_later(KEPT_S, forget)
 
-    def _forget(self, now: float) -> None:
-        """Removes old answers, and the oldest ones above the limits."""
-        for key, entry in list(self._answers.items()):
-            if entry.making.done() and now - entry.at >= KEPT_S:
-                del self._answers[key]
-        size = sum(entry.size for entry in self._answers.values())
-        while self._answers and (len(self._answers) >= MAX_ANSWERS or size > MAX_BYTES):
-            size -= self._answers.pop(next(iter(self._answers))).size
-
-    async def _make(self, key: AnswerKey, scope: Scope) -> SharedAnswer:
+    async def _make(self, key: AnswerKey, scope: Scope) -> list[Message]:
         self.num_made += 1
-        headers = [(b"host", b"localhost")]
-        headers += [(b"hx-request", b"true")] if key.is_part else []
-        headers += [(b"cookie", f"{THEME}={key.theme}".encode())] if key.theme else []
-        copied_keys = (
-            "type",
-            "asgi",
-            "http_version",
-            "method",
-            "scheme",
-            "path",
-            "raw_path",
-            "root_path",
-        )
-        inner_scope = {name: scope[name] for name in copied_keys if name in scope}
-        inner_scope |= {
+        inner_scope = {name: scope[name] for name in _COPIED if name in scope} | {
             "query_string": key.query,
-            "headers": headers,
+            "headers": list(key.headers),
             "client": None,
             "server": None,
             self._visitor_key: Visitor(),
         }
-
-        start: list[Message] = []
-        body: list[bytes] = []
-        bodies: list[bytes] = []
+        messages: list[Message] = []
 
         async def collect(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                start.append(message)
-            elif message["type"] == "http.response.body":
-                body.append(message.get("body", b""))
-                if not message.get("more_body", False):
-                    bodies.append(b"".join(body))
+            messages.append(message)
 
+        compressing = GZipMiddleware(self.app, SMALLEST_GZIPPED, LEVEL)
         try:
             async with asyncio.timeout(MADE_S):
-                await self.app(inner_scope, _nothing_more(), collect)
+                await compressing(inner_scope, _nothing_more(), collect)
         except Exception:
-            if not bodies:  # app.py has reported the error, and usually answered
-                raise
+            if not messages or messages[-1].get("more_body", True):
+                raise  # else app.py has reported the error, and answered
 
-        gzipped = b""
-        if len(bodies[0]) >= SMALLEST_GZIPPED:
-            gzipped = await in_thread(gzip.compress, bodies[0], LEVEL, mtime=0)
-
-        return SharedAnswer(start[0]["status"], list(start[0]["headers"]), bodies[0], gzipped)
+        return messages
 
 
 def _nothing_more() -> Receive:
@@ -199,29 +140,15 @@ def _nothing_more() -> Receive:
     return receive
 
 
-def _theme(cookies: bytes) -> str:
-    theme = cookie_parser(cookies.decode("latin-1")).get(THEME, "")
-    return theme if theme in THEMES else ""
+def _kept_headers(headers: Headers) -> tuple[tuple[bytes, bytes], ...]:
+    """The headers that a shared page depends on."""
+    kept = [(b"host", b"localhost")]
+    if headers.get("hx-request") == "true":
+        kept.append((b"hx-request", b"true"))
+    if "gzip" in headers.get("accept-encoding", ""):
+        kept.append((b"accept-encoding", b"gzip"))
 
-
-def _takes_gzip(header: bytes) -> bool:
-    for coding in header.decode("latin-1").lower().split(","):
-        name, _, quality = coding.partition(";")
-        if name.strip() == "gzip":
-            return not re.fullmatch(r"q=0(\.0*)?", quality.strip())
-    return False
-
-
-async def _send(send: Send, answer: SharedAnswer, accepted: bytes) -> None:
-    headers = [pair for pair in answer.headers if pair[0] not in (b"content-length", b"vary")]
-    vary = [text for name, text in answer.headers if name == b"vary"]
-
-    body = answer.body
-    if answer.gzipped and _takes_gzip(accepted):
-        body = answer.gzipped
-        headers.append((b"content-encoding", b"gzip"))
-
-    headers.append((b"vary", b", ".join([*vary, b"Accept-Encoding"])))
-    headers.append((b"content-length", str(len(body)).encode()))
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    theme = cookie_parser("; ".join(headers.getlist("cookie"))).get(THEME, "")
+    if theme in THEMES:
+        kept.append((b"cookie", f"{THEME}={theme}".encode()))
+    return tuple(kept)

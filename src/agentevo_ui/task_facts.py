@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from fastapi import Request
@@ -58,28 +58,24 @@ def task_facts(task: Task) -> TaskFacts:
 
 async def read_task_facts(
     request: Request, view: RunView, ids: Iterable[str]
-) -> Mapping[str, TaskFacts]:
+) -> dict[str, TaskFacts]:
     """Maps a task's id to its facts, for the tasks that the run's store returns within WITHIN_S
     seconds. A page shows no facts of other tasks."""
-    names = list(dict.fromkeys(ids))
     facts: dict[str, TaskFacts] = {}
+    names = list(dict.fromkeys(ids))
     if not names:
-        return MappingProxyType(facts)
+        return facts
 
-    try:
+    with suppress(AgentEvoError, TimeoutError):  # the page says elsewhere what is unreachable
         async with (
             asyncio.timeout(WITHIN_S),
             dashboard(request).stores.reading(view.source) as store,
         ):
             for name in names:
-                try:
+                with suppress(AgentEvoError):  # a program with its own loop may store no tasks
                     facts[name] = task_facts(await store.task(name))
-                except AgentEvoError:
-                    continue  # a program with its own loop may not have stored its tasks
-    except (AgentEvoError, TimeoutError):
-        pass  # the page says elsewhere that the store is unreachable
 
-    return MappingProxyType(facts)
+    return facts
 
 
 def _query(task: Task) -> str:

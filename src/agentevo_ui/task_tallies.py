@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from agentevo.store.records import SPLITS, TRAJECTORY_STATES
-from agentevo_ui.index.columns import STATUSES
-from agentevo_ui.index.reader import IndexReader
+from agentevo_ui.index.columns import NONE
+from agentevo_ui.index.reader import OpenIndex
+from agentevo_ui.index.selection import Selection
 
 PAGE = 50
 TIE_BREAK = 1e-9
@@ -54,32 +55,26 @@ class TalliedTasks(NamedTuple):
     """The number of tasks without a completed attempt."""
 
 
-def ledger(reader: IndexReader) -> list[tuple[str, list[tuple[str, int]]]]:
+def ledger(index: OpenIndex) -> list[tuple[str, list[tuple[str, int]]]]:
     """(split, [(state, number of attempts)]) of the splits with attempts."""
-    table = reader.columns()
-    width = len(TRAJECTORY_STATES)
-
-    # A split or state that this version does not know has the number -1, and is left out.
-    is_known = table["alive"] & (table["split"] >= 0) & (table["state"] >= 0)
-    cells = table["split"][is_known].astype(np.int64) * width + table["state"][is_known]
-    counts = np.bincount(cells, minlength=width * len(SPLITS)).reshape(len(SPLITS), width)
-    return [
-        (split, [(state, int(n)) for state, n in zip(TRAJECTORY_STATES, row, strict=True)])
-        for split, row in zip(SPLITS, counts, strict=True)
-        if row.any()
-    ]
+    splits: list[tuple[str, list[tuple[str, int]]]] = []
+    for split in SPLITS:
+        counts = dict(index.count_words(Selection(choices={"split": split}), "state"))
+        if counts:
+            splits.append((split, [(state, counts.get(state, 0)) for state in TRAJECTORY_STATES]))
+    return splits
 
 
 def tasks(
-    reader: IndexReader, *, split: str, text: str = "", order: str = "played", page: int = 0
+    index: OpenIndex, *, split: str, text: str = "", order: str = "played", page: int = 0
 ) -> TalliedTasks:
-    """A page of the tasks with an attempt in `split` and with `text` in their id. Raises
-    IndexUnavailableError."""
-    table = reader.columns()
-    chosen = table["alive"] & (table["split"] == SPLITS.index(split))
-    done = chosen & (table["status"] == STATUSES.index("completed"))
-    task = table["task"]
-    size = int(task.max()) + 1 if len(task) else 1
+    """A page of the tasks with an attempt in `split` and with `text` in their id."""
+    table = index.columns
+    names = index.words("task_id")
+    chosen = table["alive"] & index.has_word("split", split)
+    done = chosen & index.has_word("status", "completed")
+    task = table["task_id"]
+    size = len(names)
     attempts = np.bincount(task[chosen], minlength=size)
     completed = np.bincount(task[done], minlength=size)
     wins = np.bincount(task[done & table["success"]], minlength=size)
@@ -87,15 +82,7 @@ def tasks(
 
     is_selected = attempts > 0
     if text:
-        numbers = reader.ask(
-            "SELECT number FROM tasks WHERE instr(lower(id), lower(?)) > 0", (text,)
-        )
-        has_text = np.zeros(size, dtype=bool)
-        numbers_with_text = np.fromiter(
-            (row[0] for row in numbers), dtype=np.int64, count=len(numbers)
-        )
-        has_text[numbers_with_text[numbers_with_text < size]] = True
-        is_selected &= has_text
+        is_selected &= np.array([text.lower() in name.lower() for name in names], dtype=bool)
 
     with np.errstate(invalid="ignore", divide="ignore"):
         share = wins / completed
@@ -107,7 +94,7 @@ def tasks(
     shown = _page(task_numbers, keys[task_numbers], page)
 
     return TalliedTasks(
-        _rows(reader, table, chosen, shown, attempts, completed, share, mean),
+        _rows(index, chosen, shown, attempts, completed, share, mean),
         len(task_numbers),
         int(np.count_nonzero(has_several & (wins == completed))),
         int(np.count_nonzero(has_several & (wins == 0))),
@@ -141,8 +128,7 @@ def _page(task_numbers: np.ndarray, keys: np.ndarray, page: int) -> np.ndarray:
 
 
 def _rows(
-    reader: IndexReader,
-    table: dict[str, np.ndarray],
+    index: OpenIndex,
     chosen: np.ndarray,
     shown: np.ndarray,
     attempts: np.ndarray,
@@ -150,35 +136,35 @@ def _rows(
     share: np.ndarray,
     mean: np.ndarray,
 ) -> list[TaskRow]:
-    numbers = [int(number) for number in shown]
-    placeholders = ", ".join("?" * len(numbers))
-    names = dict(
-        reader.ask(f"SELECT number, id FROM tasks WHERE number IN ({placeholders})", numbers)
-    )
-    words = reader.words_by_number()
+    table = index.columns
+    names = index.words("task_id")
     is_shown = np.zeros(len(attempts), dtype=bool)
     is_shown[shown] = True
-    row_places = np.flatnonzero(chosen & is_shown[table["task"]])
-    task = table["task"][row_places]
+    row_places = np.flatnonzero(chosen & is_shown[table["task_id"]])
+    task = table["task_id"][row_places]
     last = np.zeros(len(attempts), dtype=np.int64)
     np.maximum.at(last, task, table["step"][row_places])
 
-    word_numbers = {}
+    words = {}
     for name in ("kind", "difficulty"):
-        word_numbers[name] = np.zeros(len(attempts), dtype=np.int64)
-        has_word = table[name][row_places] > 0  # 0: the attempt's turns are not read yet
-        word_numbers[name][task[has_word]] = table[name][row_places][has_word]
+        numbers = table[name][row_places]
+        has_word = numbers != NONE  # an attempt whose turns are not read yet has none
+        word_of = index.words(name)
+        words[name] = {
+            int(number): word_of[word]
+            for number, word in zip(task[has_word], numbers[has_word], strict=True)
+        }
 
     return [
         TaskRow(
-            str(names.get(number, "")),
-            words.get(int(word_numbers["kind"][number]), ""),
-            words.get(int(word_numbers["difficulty"][number]), ""),
+            names[number],
+            words["kind"].get(number, ""),
+            words["difficulty"].get(number, ""),
             int(attempts[number]),
             int(attempts[number] - completed[number]),
             float(share[number]) if completed[number] else None,
             float(mean[number]) if completed[number] else None,
             int(last[number]),
         )
-        for number in numbers
+        for number in shown.tolist()
     ]

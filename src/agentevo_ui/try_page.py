@@ -7,7 +7,7 @@
     event: failed  {"text": ...}
     event: done    {}
 
-The script sends the fields of a form (forms.py). The conversation exists only in the page, and the
+The script sends the fields of a form (access.py). The conversation exists only in the page, and the
 dashboard does not store it.
 """
 

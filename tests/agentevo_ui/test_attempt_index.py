@@ -22,9 +22,8 @@ from agentevo_ui.index import database
 from agentevo_ui.index import indexer as indexer_module
 from agentevo_ui.index.follow import StoreFollower
 from agentevo_ui.index.indexer import Indexer
-from agentevo_ui.index.reader import IndexReader, IndexUnavailableError
+from agentevo_ui.index.reader import IndexReader, IndexUnavailableError, Listing
 from agentevo_ui.index.selection import Selection
-from agentevo_ui.index.writer import IndexWriter
 
 
 def attempt(name: str, *, text: str = "look", **changes: Any) -> Trajectory:
@@ -48,14 +47,22 @@ class Bench:
         self.path = folder / "index.sqlite"
         database.make(self.path)
         self.connection = database.connect(self.path)
-        self.writer = IndexWriter(self.connection, {"judge": (2.0, True), "rule": (1.0, False)})
-        self.follower = StoreFollower(store, self.connection, self.writer)
+        self.follower = StoreFollower(store, self.connection)
+        self.follower._rewards = {"judge": (2.0, True), "rule": (1.0, False)}
         self.reader = IndexReader(self.path)
 
     async def refresh(self, *, compare: bool = True) -> None:
         await self.follower.refresh(compare=compare)
         while await self.follower.read_some():
             pass
+
+    def listing(self, selection: Selection | None = None, **options: Any) -> Listing:
+        return listed(self.reader, selection or Selection(), **options)
+
+
+def listed(reader: IndexReader, selection: Selection, **options: Any) -> Listing:
+    with reader.open() as index:
+        return index.listing(selection, **options)
 
 
 @pytest.fixture
@@ -70,18 +77,20 @@ def shown(summary: Any) -> dict[str, Any]:
 async def check_equal(store: Store, bench: Bench) -> None:
     """All that the store has, in its order, and nothing else."""
     wanted = [shown(one) for one in await store.summaries()]
-    listing = bench.reader.listing(Selection(order="oldest"), size=10_000)
+    listing = bench.listing(Selection(order="oldest"), size=10_000)
     assert [shown(row) for row in listing.rows] == wanted
     assert listing.total == len(wanted)
 
-    found = bench.reader.listing(Selection(text="unicorn"), size=10_000)
+    found = bench.listing(Selection(text="unicorn"), size=10_000)
     texts = [
         stored.trajectory.id
         async for stored in store.trajectories()
         if stored.trajectory.turns and "unicorn" in stored.trajectory.turns[0].messages[0].text
     ]
     assert {row.id for row in found.rows} == set(texts)
-    assert [step for step, *_ in bench.reader.steps()] == [r.step for r in await store.steps()]
+    with bench.reader.open() as index:
+        steps = {row.trained_step for row in await store.summaries(state="committed")}
+        assert index.steps().tolist() == sorted(steps)
 
 
 async def happen(store: Store, dice: random.Random, life: int) -> None:
@@ -191,7 +200,7 @@ def test_numbers_that_were_skipped_are_looked_at_again(tmp_path: Path, sqlite_ur
 
             store.written_summaries = without_hidden  # type: ignore[method-assign]
             await bench.refresh(compare=False)
-            assert bench.reader.listing(Selection()).total == 4
+            assert bench.listing().total == 4
 
             hidden.clear()
             await bench.refresh(compare=False)
@@ -220,7 +229,7 @@ def test_pages_of_a_list_hold_every_row_once(tmp_path: Path, sqlite_url: str, or
             seen: list[str] = []
             after = None
             while True:
-                page = bench.reader.listing(Selection(order=order, after=after), size=10)
+                page = bench.listing(Selection(order=order, after=after), size=10)
                 seen += [row.id for row in page.rows]
                 if page.next is None:
                     break
@@ -231,7 +240,8 @@ def test_pages_of_a_list_hold_every_row_once(tmp_path: Path, sqlite_url: str, or
                 rewards = {one.id: one.reward for one in made}
                 assert [rewards[name] for name in seen] == sorted(rewards.values(), reverse=True)
 
-            bars = bench.reader.histogram(Selection(), "reward")
+            with bench.reader.open() as index:
+                bars = index.histogram(Selection(), "reward")
             assert sum(bar.size for bar in bars) == len(made)
 
     asyncio.run(scenario())
@@ -270,7 +280,7 @@ def test_whatever_is_typed_is_searched_and_never_syntax(
             bench = Bench(tmp_path, store)
             await store.write_trajectories([attempt("a@0#0")], split="train", step=1)
             await bench.refresh()
-            assert bench.reader.listing(Selection(text=typed)).total == found
+            assert bench.listing(Selection(text=typed)).total == found
 
     asyncio.run(scenario())
 
@@ -292,7 +302,7 @@ def until(condition: Any, within_s: float = 300.0) -> None:
 
 def total(reader: IndexReader) -> int:
     try:
-        return reader.listing(Selection(text="look")).total
+        return listed(reader, Selection(text="look")).total
     except IndexUnavailableError:
         return -1
 
@@ -370,7 +380,8 @@ def test_a_run_that_was_made_anew_is_read_anew(
         for file in tmp_path.glob("store.sqlite*"):
             file.unlink()
         write(sqlite_url, ["b@0#0"])
-        until(lambda: total(reader) == 1 and reader.find("b@0#0") is not None)
+        until(lambda: total(reader) == 1)
+        assert [row.id for row in listed(reader, Selection()).rows] == ["b@0#0"]
     finally:
         indexer.stop()
 
@@ -379,14 +390,14 @@ def test_an_index_that_breaks_while_it_is_used_says_so(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite"
     reader = IndexReader(path)
     with pytest.raises(IndexUnavailableError):
-        reader.listing(Selection())
+        listed(reader, Selection())
 
     database.make(path)
-    assert reader.listing(Selection()).total == 0
+    assert listed(reader, Selection()).total == 0
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("DROP TABLE attempts")
     with pytest.raises(IndexUnavailableError):
-        reader.listing(Selection())
+        listed(reader, Selection())
 
     database.make(path)
-    assert reader.listing(Selection()).total == 0
+    assert listed(reader, Selection()).total == 0

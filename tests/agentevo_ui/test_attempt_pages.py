@@ -335,7 +335,9 @@ def test_advantages_are_those_that_the_trainer_had(
         async with asyncio.timeout(300):
             while True:
                 try:
-                    rows = reader.listing(Selection(choices={"state": "committed"}), size=999).rows
+                    with reader.open() as index:
+                        committed = Selection(choices={"state": "committed"})
+                        rows = index.listing(committed, size=999).rows
                     found = {row.id: row.advantage for row in rows if row.advantage is not None}
                     if rows and len(found) == len(rows):
                         return found

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentevo_ui.index.bars import MAX_BARS, bars
+from agentevo_ui.index.reader import MAX_BARS, bars
 
 FLOATS = st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=60)
 WHOLE = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=60)

@@ -14,7 +14,7 @@ from dashboard_control import CONTROL, ORIGIN, TOKEN, changing, form_token
 
 from agentevo.errors import ConfigError
 from agentevo.runs.folder.records import CHANGES, add_record, read_records
-from agentevo_ui import forms
+from agentevo_ui import access
 from agentevo_ui.access import Access
 
 WHERE = "/runs/lake/control"
@@ -152,8 +152,8 @@ def test_only_forms_are_read(kind: str, lake: Path) -> None:
 def test_a_body_that_is_too_large_broken_or_never_ends_is_refused(
     lake: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forms, "BODY_TIMEOUT_S", 0.2)
-    plain = ORIGIN | {"content-type": forms.CONTENT_TYPE}
+    monkeypatch.setattr(access, "BODY_TIMEOUT_S", 0.2)
+    plain = ORIGIN | {"content-type": access.CONTENT_TYPE}
 
     async def endless() -> AsyncIterator[bytes]:
         yield b"form="
@@ -168,12 +168,12 @@ def test_a_body_that_is_too_large_broken_or_never_ends_is_refused(
         async with changing(lake) as client:
             form = await form_token(client)
             bodies: list[Any] = [
-                b"a" * (forms.MAX_BODY + 1),
+                b"a" * (access.MAX_BODY + 1),
                 streamed(),
                 endless(),
                 f"form={form}&word=%ff".encode(),
                 f"form={form}&word=\xff".encode("latin-1"),
-                f"form={form}" + "&a=b" * forms.MAX_FIELDS,
+                f"form={form}" + "&a=b" * access.MAX_FIELDS,
             ]
             return [
                 (await client.post(WHERE, content=body, headers=plain)).status_code

@@ -81,8 +81,7 @@ def pages(
         "no step": "mine.sqlite/evaluation?from=3&to=99",
         "one step": "mine.sqlite/evaluation?from=4&to=4",
         "wrong": "mine.sqlite/evaluation?from=much",
-        "beside": "mine.sqlite/evaluation?with=other.sqlite&with=nowhere",
-        "series": "mine.sqlite/evaluation/series?with=other.sqlite",
+        "series": "mine.sqlite/evaluation/series",
         "one": "other.sqlite/evaluation",
         "nothing": "empty.sqlite/evaluation",
         "nothing drawn": "empty.sqlite/evaluation/series",
@@ -147,18 +146,12 @@ def test_difficulties_are_counted_apart(pages: dict[str, httpx.Response]) -> Non
         assert share_interval(mean_of(sorted(own))) in table
 
 
-def test_another_run_stands_beside(pages: dict[str, httpx.Response]) -> None:
-    page = pages["beside"].text
-    assert page.count("/runs/other.sqlite/evaluation") == 1
-    assert "nowhere: no such run" in page
-
+def test_the_curve_has_a_band(pages: dict[str, httpx.Response]) -> None:
     told = pages["series"].json()
-    assert [line["name"] for line in told["lines"]] == ["mine.sqlite", "other.sqlite"]
-    assert told["x"] == [0, 4, 8]
-    assert told["lines"][1]["values"] == [11 / 20, None, None]
-
-    low, high = (told["lines"][0][end][0] for end in ("low", "high"))
-    assert low < 5 / 20 < high
+    (line,) = told["lines"]
+    assert (line["name"], told["x"]) == ("mine.sqlite", [0, 4, 8])
+    assert line["values"] == [5 / 20, 11 / 19, 11 / 19]
+    assert line["low"][0] < 5 / 20 < line["high"][0]
 
 
 def test_what_was_not_evaluated_says_so(pages: dict[str, httpx.Response]) -> None:

@@ -18,7 +18,7 @@ from dashboard_visitor import dashboard
 from folder_bytes import contents
 
 from agentevo.runtime.event_loop import run_coroutine
-from agentevo_ui.forms import CONTENT_TYPE
+from agentevo_ui.access import CONTENT_TYPE
 
 pytestmark = pytest.mark.soak
 

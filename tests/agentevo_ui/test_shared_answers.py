@@ -81,7 +81,7 @@ def test_a_page_is_made_once_for_all_who_look(lake: Path, long: None) -> None:
             assert answers[0].headers["content-encoding"] == "gzip"
 
             plain = await viewers[0].get(
-                "/runs/lake", headers=PART | {"accept-encoding": "gzip;q=0"}
+                "/runs/lake", headers=PART | {"accept-encoding": "identity"}
             )
             assert "content-encoding" not in plain.headers
             assert plain.content == first.content
@@ -214,10 +214,6 @@ def test_what_is_kept_is_bounded(lake: Path, long: None) -> None:
             assert len(memory._answers) <= shared_answers.MAX_ANSWERS
             await viewer.get("/runs/lake", params={"a": "x" * (shared_answers.MAX_QUERY_BYTES + 1)})
             assert all(len(key.query) <= shared_answers.MAX_QUERY_BYTES for key in memory._answers)
-            memory._watcher._num_changes += 1
-            shared_answers.KEPT_S = 0.0  # the fixture puts it back
-            await viewer.get("/")
-            assert len(memory._answers) <= 1
 
     asyncio.run(scenario())
 

@@ -1,14 +1,10 @@
 """The file of an index: an SQLite file for each store, in the user's cache folder.
 
-    attempts   a row for each trajectory that the store has or had (`alive`), with the columns of
-               a list; `change` grows with every change of a row, so a reader finds new rows by it
-    texts      the messages of an attempt, compressed, at most TEXT_CHARS characters
-    words      numbers for the few words that filters choose from
-    tasks      a number for each task that was attempted, from 1 on
-    search     FTS5 over `texts`, which keeps no text itself
-    steps      the committed steps that the rows agree with
-    gaps       numbers that were skipped a short time ago: their transaction may still commit
-    facts      schema, progress, errors
+    attempts   a row for each number of a trajectory in the store. `alive` is 0 if the store no
+               longer has it; `change` grows with every change of a row, so a reader finds the
+               changed rows by it
+    search     FTS5: the messages of the attempts, at most TEXT_CHARS characters each
+    facts      version, progress, the newest committed step
 
 A single process writes (indexer.py holds its lock), and any number of processes read. A file that
 can't be read, or has another version, is deleted and rebuilt from the store.
@@ -25,56 +21,38 @@ from pathlib import Path
 from agentevo.runtime.credentials import all_but_password
 from agentevo.runtime.files import cache_root, must_write
 
-VERSION = 3
+VERSION = 4
 """The version of the schema. An index with another version is rebuilt."""
 BUSY_S = 30.0
 """The time in seconds that a reader or the writer waits for the other's lock."""
 TEXT_CHARS = 16_000
 """The maximum number of characters of an attempt's text: three quarters from the start, the rest
 from the end."""
-MAX_TEXT_BYTES = 4 << 30
-"""If the file is larger than this number of bytes, no more texts are added. That is about a million
-attempts of the longest kind, or five million of 2,000 characters."""
+MAX_FILE_BYTES = 4 << 30
+"""If the file is larger than this number of bytes, no more texts are added."""
 
 _SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE words (number INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE);
-CREATE TABLE tasks (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE);
 CREATE TABLE attempts (
-    place INTEGER PRIMARY KEY,
-    id TEXT NOT NULL UNIQUE, seq INTEGER NOT NULL,
-    task_id TEXT NOT NULL, group_id TEXT NOT NULL, attempt INTEGER NOT NULL,
-    split TEXT NOT NULL, step INTEGER NOT NULL, status TEXT NOT NULL, state TEXT NOT NULL,
-    trained_step INTEGER, drop_reason TEXT, reward REAL NOT NULL, success INTEGER NOT NULL,
-    error TEXT, truncated INTEGER NOT NULL, metrics TEXT NOT NULL,
-    num_turns INTEGER NOT NULL, num_completion_tokens INTEGER NOT NULL,
-    started_at REAL NOT NULL, duration_s REAL NOT NULL, written_at REAL NOT NULL,
-    agent INTEGER NOT NULL, error_kind INTEGER NOT NULL, reason INTEGER NOT NULL,
-    task INTEGER NOT NULL, decoding INTEGER NOT NULL,
-    kind INTEGER NOT NULL DEFAULT 0, difficulty INTEGER NOT NULL DEFAULT 0,
-    judge_gap REAL,
-    is_read INTEGER NOT NULL DEFAULT 0,
-    lowest_logprob REAL, mean_logprob REAL, lowest_version INTEGER,
-    advantage REAL, moved REAL,
-    alive INTEGER NOT NULL DEFAULT 1, change INTEGER NOT NULL
+    seq INTEGER PRIMARY KEY, alive INTEGER NOT NULL, change INTEGER NOT NULL,
+    id TEXT, task_id TEXT, group_id TEXT, attempt INTEGER, split TEXT, step INTEGER, status TEXT,
+    state TEXT, trained_step INTEGER, drop_reason TEXT, reward REAL, success INTEGER, error TEXT,
+    truncated INTEGER, metrics TEXT, num_turns INTEGER, num_completion_tokens INTEGER,
+    started_at REAL, duration_s REAL, written_at REAL,
+    agent TEXT, decoding TEXT, error_kind TEXT, judge_gap REAL,
+    is_read INTEGER NOT NULL DEFAULT 0, kind TEXT, difficulty TEXT, lowest_logprob REAL,
+    lowest_version INTEGER,
+    is_valued INTEGER NOT NULL DEFAULT 0, advantage REAL, moved REAL
 );
 CREATE INDEX attempts_by_change ON attempts (change);
-CREATE INDEX attempts_by_seq ON attempts (seq);
+CREATE INDEX attempts_by_id ON attempts (id);
 CREATE INDEX attempts_by_group ON attempts (group_id);
-CREATE INDEX attempts_by_step ON attempts (step);
-CREATE INDEX attempts_by_trained_step ON attempts (trained_step) WHERE trained_step IS NOT NULL;
-CREATE INDEX attempts_unread ON attempts (seq) WHERE NOT is_read AND alive;
+CREATE INDEX attempts_unread ON attempts (seq) WHERE alive AND NOT is_read;
+CREATE INDEX attempts_unvalued ON attempts (trained_step)
+    WHERE alive AND NOT is_valued AND state = 'committed';
 CREATE INDEX attempts_open ON attempts (seq)
     WHERE alive AND split = 'train' AND state IN ('ready', 'reserved');
-CREATE TABLE texts (place INTEGER PRIMARY KEY, text BLOB NOT NULL);
-CREATE VIRTUAL TABLE search USING fts5
-    (text, content = '', tokenize = 'unicode61 remove_diacritics 2');
-CREATE TABLE steps (
-    step INTEGER PRIMARY KEY, committed_at REAL NOT NULL, mark TEXT NOT NULL,
-    num_trajectories INTEGER NOT NULL, plan TEXT, has_advantages INTEGER NOT NULL DEFAULT 0,
-    has_moves INTEGER NOT NULL DEFAULT 0
-);
-CREATE TABLE gaps (first INTEGER PRIMARY KEY, last INTEGER NOT NULL, since REAL NOT NULL);
+CREATE VIRTUAL TABLE search USING fts5 (text, tokenize = 'unicode61 remove_diacritics 2');
 """
 
 
@@ -123,7 +101,6 @@ def make(path: Path) -> None:
             connection.execute("PRAGMA page_size = 8192")
             connection.execute("PRAGMA journal_mode = WAL")
             connection.executescript(_SCHEMA)
-            connection.execute("INSERT INTO words VALUES (0, '')")
             connection.execute("INSERT INTO facts VALUES ('version', ?)", (VERSION,))
 
             index_id = os.urandom(8).hex()

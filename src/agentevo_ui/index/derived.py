@@ -3,7 +3,6 @@ columns."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import NamedTuple
@@ -20,11 +19,10 @@ class Derived(NamedTuple):
 
     lowest_logprob: float | None
     """The log-prob of the least likely sampled token. Greedy turns have none."""
-    mean_logprob: float | None
     lowest_version: int | None
     """The oldest version of the weights that sampled one of the tokens."""
-    text: bytes
-    """The texts, as `pack_text` compresses them."""
+    text: str
+    """The texts, as `said` shortens them."""
 
 
 def derive(trajectory: Trajectory) -> Derived:
@@ -42,9 +40,8 @@ def derive(trajectory: Trajectory) -> Derived:
 
     return Derived(
         lowest_logprob=float(logprobs.min()) if len(logprobs) else None,
-        mean_logprob=float(logprobs.mean()) if len(logprobs) else None,
         lowest_version=min(versions, default=None),
-        text=pack_text(said(trajectory)),
+        text=said(trajectory),
     )
 
 
@@ -84,14 +81,6 @@ def _pieces(trajectory: Trajectory) -> Iterator[str]:
                 yield f"{call.name} {call.arguments}"
 
 
-def pack_text(text: str) -> bytes:
-    return zlib.compress(text.encode("utf-8", "replace"), 1)
-
-
-def unpack_text(data: bytes) -> str:
-    return zlib.decompress(data).decode("utf-8", "replace")
-
-
 class TaskWords(NamedTuple):
     """The words under which a task is counted. Empty if it has none."""
 
@@ -101,10 +90,10 @@ class TaskWords(NamedTuple):
 
 def task_words(task: Task) -> TaskWords:
     """Kind and difficulty of a task."""
-    return TaskWords(task_kind(task), task_difficulty(task))
+    return TaskWords(_kind(task), _difficulty(task))
 
 
-def task_difficulty(task: Task) -> str:
+def _difficulty(task: Task) -> str:
     """The task's own word or number for its difficulty. Numbers have two digits, so that many tasks
     share one."""
     for key in ("difficulty", "level"):
@@ -116,7 +105,7 @@ def task_difficulty(task: Task) -> str:
     return ""
 
 
-def task_kind(task: Task) -> str:
+def _kind(task: Task) -> str:
     """The kind of a task: its own word for it, else its environment."""
     for key in ("kind", "category", "type", "subject"):
         word = task.metadata.get(key)

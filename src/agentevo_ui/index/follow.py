@@ -1,14 +1,10 @@
 """Updates an index from its store, through the Store protocol only.
 
-    catch_up    new rows in the order of writing, columns only
-    settle      commits and drops of open rows; skipped numbers
-    sweep       compares every row from a number on with the store: after a rewind, or if the
-                numbers of rows differ
-    read_some   reads the turns of unread rows, newest first
-
-Invariant: after catch_up and settle, every row that the store's commits changed equals the store's
-row. Rows that a rewind deleted are detected by the newest step, which is then gone or differs, by
-the newest row, or by the next comparison of the numbers.
+Invariants. (1) `change` of a row is larger than that of all rows that changed before. (2) Values
+that were read from a row's turns, or computed for its step, go when its content or its step
+changes. (3) After `refresh`, every row that the store's commits changed equals the store's row.
+Rows that a rewind deleted are detected by the newest step, which is then gone or differs, by the
+newest rows, or by the next comparison of the numbers; then all rows are compared.
 """
 
 from __future__ import annotations
@@ -16,212 +12,153 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from agentevo.errors import AgentEvoError, StoreError
+from agentevo.rollout.failures import failure_kind
 from agentevo.runtime.event_loop import in_thread
-from agentevo.store.records import StepRecord, StoredTrajectory
+from agentevo.store.records import StepRecord, StoredTrajectory, TrajectorySummary
 from agentevo.store.store import Store
 from agentevo.training.token_numbers import largest_moves, name_of
-from agentevo_ui.index.advantages import Rule, largest, step_samples, without_words
-from agentevo_ui.index.derived import TaskWords, derive, task_words
-from agentevo_ui.index.writer import GAP_S, IndexWriter, mark_of
+from agentevo_ui.index.advantages import (
+    Rule,
+    config_of,
+    largest,
+    rewards_of,
+    rule_of,
+    step_samples,
+    without_words,
+)
+from agentevo_ui.index.database import MAX_FILE_BYTES
+from agentevo_ui.index.derived import TaskWords, derive, judge_gap, task_words
 
 ROWS = 1_000
 """The number of summaries that are read at once."""
 TURNS = 32
 """The number of attempts that are read at once with their turns."""
-STEPS = 50
-"""The number of steps whose records are read at once."""
+OVERLAP = 200
+"""The number of the newest rows that every refresh reads again. A transaction of PostgreSQL takes
+its numbers before it commits, so rows may appear before the newest one."""
 MAX_REREAD_ROWS = 2_000
-"""The number of open rows that are read again at once if no step was committed. The next refresh
-continues."""
+"""The number of open rows that are read again if no step was committed: the newest ones."""
+MAX_CACHED_TASKS = 10_000
 END = 2**62
+
+_LISTED = TrajectorySummary.__struct_fields__
+_COLUMNS = ("seq", "change", *_LISTED, "agent", "decoding", "error_kind", "judge_gap")
+_PUT = (
+    f"INSERT INTO attempts (alive, {', '.join(_COLUMNS)}) "
+    f"VALUES (1, {', '.join(f':{name}' for name in _COLUMNS)}) ON CONFLICT (seq) DO UPDATE SET "
+    + "".join(f"{name} = excluded.{name}, " for name in _COLUMNS[1:])
+    + "alive = 1, "
+    + ", ".join(
+        f"{name} = CASE WHEN trained_step IS excluded.trained_step THEN {name} ELSE {empty} END"
+        for name, empty in (("is_valued", 0), ("advantage", "NULL"), ("moved", "NULL"))
+    )
+    + " WHERE NOT alive OR state IS NOT excluded.state OR drop_reason IS NOT excluded.drop_reason "
+    "OR trained_step IS NOT excluded.trained_step"
+)
+_OPEN = (
+    "SELECT seq FROM attempts WHERE alive AND split = 'train' AND state IN ('ready', 'reserved') "
+    "ORDER BY seq DESC LIMIT ?"
+)
 
 
 class StoreFollower:
-    """Updates the index of a store. `notify` is called with the progress: (phase, done, total)."""
+    """Updates the index of a store. `folder`: the run's folder, if there is one, which says how
+    advantages are computed."""
 
     def __init__(
-        self,
-        store: Store,
-        connection: sqlite3.Connection,
-        writer: IndexWriter,
-        notify: Callable[[str, int, int], None] = lambda what, done, of: None,
+        self, store: Store, connection: sqlite3.Connection, folder: Path | None = None
     ) -> None:
         self._store = store
         self._db = connection
-        self._writer = writer
-        self._notify = notify
+        self._folder = folder
+        self._config = config_of(folder)
+        self._rewards = rewards_of(self._config)
+        self._rule: Rule | str | None = None
         self._words: dict[str, TaskWords] = {}
-        self._reread_place = -1
+        self._told_at = 0.0
 
     async def refresh(self, *, compare: bool = False) -> None:
         """Updates everything except values from turns. `compare`: whether to compare the numbers of
         rows too."""
-        back_to = await self._rewound_to()
-        if back_to is not None:
-            await self._undo(back_to)
-        await self._catch_up()
-        await self._settle()
-        if compare and not await self._agrees():
-            await self._sweep(0)
+        marked = json.loads(self._value("SELECT value FROM facts WHERE name = 'step'") or "null")
+        is_rewound = marked is not None and marked != await self._mark(marked[0])
 
-    async def _rewound_to(self) -> int | None:
-        """The last step that the index and the store share, if the store was rewound."""
-        last_step = self._first_row("SELECT * FROM steps ORDER BY step DESC LIMIT 1")
-        newest = self._first_row(
-            "SELECT seq, id, written_at FROM attempts WHERE alive ORDER BY seq DESC LIMIT 1"
-        )
-        if last_step is not None:
-            record = await self.record_of(last_step["step"])
-            if record is None or mark_of(record) != last_step["mark"]:
-                return await self._last_common()
+        newest = self._value("SELECT max(seq) FROM attempts WHERE alive") or 0
+        is_rewound |= await self._list(max(newest - OVERLAP, 0), END)
+        if is_rewound or (compare and not await self._agrees()):
+            await self._list(0, newest, phase="comparing")
 
-        if newest is not None:
-            rows = await self._store.written_summaries(
-                range(newest["seq"], newest["seq"] + 1), limit=1
-            )
-            same = [row for _, row in rows if row.id == newest["id"]]
-            if not same or same[0].written_at != newest["written_at"]:
-                return await self._last_common()
+        record = await self._store.last_step()
+        last = None if record is None else _mark_of(record)
+        rows = self._db.execute(_OPEN, (MAX_REREAD_ROWS if last == marked else -1,))
+        for first, end in _ranges(sorted(row["seq"] for row in rows)):
+            await self._list(first, end)
 
-        return None
+        self.set_facts(step=json.dumps(last))
 
-    async def _last_common(self) -> int:
-        """Finds the step by bisection, because all steps before a common step are common too."""
-        marks = [
-            (row["step"], row["mark"])
-            for row in self._db.execute("SELECT * FROM steps ORDER BY step")
-        ]
-        low = 0
-        high = len(marks)
-        while low < high:
-            middle = (low + high) // 2
-            step, mark = marks[middle]
-            record = await self.record_of(step)
-            if record is not None and mark_of(record) == mark:
-                low = middle + 1
-            else:
-                high = middle
-
-        return marks[low - 1][0] if low else 0
-
-    async def _undo(self, step: int) -> None:
-        """After a rewind, compares all rows that it may have changed."""
-        touched = self._first_row(
-            "SELECT min(seq) FROM attempts WHERE alive AND (step > ? OR trained_step > ? "
-            "OR seq = (SELECT max(seq) FROM attempts WHERE alive))",
-            (step, step),
-        )
-        with self._writer.transaction():
-            self._writer.forget_steps(step)
-
-        await self._sweep((touched[0] or 0) if touched is not None and step else 0)
-
-    async def _sweep(self, first: int) -> None:
-        """Compares every row from number `first` on."""
-        last = self._first_row("SELECT max(seq) FROM attempts WHERE alive")
-        end = (last[0] or 0) if last else 0
+    async def _list(self, first: int, end: int, phase: str = "listing") -> bool:
+        """Makes the rows from `first` to `end` equal to the store's. Returns whether the store no
+        longer has some of them."""
+        has_lost = False
         while first <= end:
             rows = await self._store.written_summaries(range(first, end + 1), limit=ROWS)
             until = rows[-1][0] if len(rows) == ROWS else end
+            contents = {seq: (row.id, row.written_at) for seq, row in rows}
             indexed = self._db.execute(
-                "SELECT place, id FROM attempts WHERE alive AND seq BETWEEN ? AND ?", (first, until)
+                "SELECT seq, id, written_at FROM attempts WHERE alive AND seq BETWEEN ? AND ?",
+                (first, until),
             ).fetchall()
-            names = {row.id for _, row in rows}
-            with self._writer.transaction():
-                self._writer.bury([row["place"] for row in indexed if row["id"] not in names])
-                self._writer.put(rows)
+            lost = [seq for seq, *content in indexed if contents.get(seq) != tuple(content)]
+            has_lost |= bool(lost)
+            with self._transaction() as change:
+                self._bury(lost, change)
+                self._db.executemany(_PUT, [self._row(seq, row, change) for seq, row in rows])
 
             first = until + 1
-            self._notify("comparing", min(first, end), end)
+            if len(rows) == ROWS and time.monotonic() - self._told_at > 0.5:
+                self.set_facts(phase=phase, done=until, of=end)
+                self._told_at = time.monotonic()
 
-    async def _catch_up(self) -> None:
-        """Adds new rows until there are none."""
-        after = self._cursor()
-        while rows := await self._store.written_summaries(range(after + 1, END), limit=ROWS):
-            with self._writer.transaction():
-                self._writer.put(rows)
-                self._writer.note_gaps(
-                    [seq for seq, _ in rows], after, [row.written_at for _, row in rows]
-                )
+        return has_lost
 
-            after = rows[-1][0]
-            self._notify("listing", after, 0)
-            if len(rows) < ROWS:
-                return
+    def _row(self, seq: int, row: TrajectorySummary, change: int) -> dict[str, Any]:
+        return {name: getattr(row, name) for name in _LISTED} | {
+            "seq": seq,
+            "change": change,
+            "metrics": json.dumps(row.metrics),
+            "agent": row.group_id.rpartition("@")[2].partition(":")[2],
+            "decoding": _decoding(row),
+            "error_kind": failure_kind(row.error) if row.status != "completed" else "",
+            "judge_gap": judge_gap(row.metrics, self._rewards) if self._rewards else None,
+        }
 
-    def _cursor(self) -> int:
-        row = self._first_row("SELECT max(seq) FROM attempts WHERE alive")
-        return int(row[0] or 0) if row else 0
-
-    async def _settle(self) -> None:
-        """Adds newly committed steps, open rows, and skipped numbers."""
-        is_moved = await self._new_steps()
-        waiting = "alive AND split = 'train' AND state IN ('ready', 'reserved') AND seq > ?"
-        rows = self._db.execute(
-            f"SELECT seq FROM attempts WHERE {waiting} ORDER BY seq LIMIT ?",
-            (-1, -1) if is_moved else (self._reread_place, MAX_REREAD_ROWS),
-        ).fetchall()
-        self._reread_place = rows[-1][0] if len(rows) == MAX_REREAD_ROWS and not is_moved else -1
-        await self._read_again(_runs([row[0] for row in rows]))
-
-        for gap in self._db.execute("SELECT * FROM gaps").fetchall():
-            await self._read_again([(gap["first"], gap["last"])])
-            if time.time() - gap["since"] > GAP_S:
-                self._db.execute("DELETE FROM gaps WHERE first = ?", (gap["first"],))
-
-    async def _new_steps(self) -> bool:
-        """Adds the steps that were committed since the last call. Returns whether there are any."""
-        newest = self._first_row("SELECT max(step) FROM steps")
-        after = None if newest is None else newest[0]
-        is_moved = False
-        while new := await self._store.steps(after=after, limit=STEPS):
-            with self._writer.transaction():
-                self._writer.put_steps(new)
-            after = new[-1].step
-            is_moved = True
-
-        return is_moved
-
-    async def _read_again(self, runs: list[tuple[int, int]]) -> None:
-        """Reads rows again by their numbers."""
-        for first, last in runs:
-            while first <= last:
-                rows = await self._store.written_summaries(range(first, last + 1), limit=ROWS)
-                indexed = self._db.execute(
-                    "SELECT place, id FROM attempts WHERE alive AND seq BETWEEN ? AND ?",
-                    (first, rows[-1][0] if len(rows) == ROWS else last),
-                ).fetchall()
-                names = {row.id for _, row in rows}
-                with self._writer.transaction():
-                    self._writer.bury([row["place"] for row in indexed if row["id"] not in names])
-                    self._writer.put(rows)
-
-                if len(rows) < ROWS:
-                    break
-
-                first = rows[-1][0] + 1
+    def _bury(self, seqs: Iterable[int], change: int) -> None:
+        """Empties rows that the store no longer has."""
+        for seq in seqs:
+            self._db.execute("DELETE FROM search WHERE rowid = ?", (seq,))
+            self._db.execute(
+                "REPLACE INTO attempts (seq, alive, change) VALUES (?, 0, ?)", (seq, change)
+            )
 
     async def _agrees(self) -> bool:
         """Whether store and index have the same number of rows in every split and state."""
-        counts = {
-            f"trajectories/{row['split']}/{row['state']}": row["n"]
-            for row in self._db.execute(
-                "SELECT split, state, count(*) AS n FROM attempts WHERE alive GROUP BY 1, 2"
-            )
-        }
+        rows = self._db.execute(
+            "SELECT split, state, count(*) FROM attempts WHERE alive GROUP BY 1, 2"
+        )
+        counts = {f"trajectories/{split}/{state}": number for split, state, number in rows}
         store_counts = await self._store.counts()
         tasks = {
             name.removeprefix("tasks/"): count
             for name, count in store_counts.items()
             if name.startswith("tasks/")
         }
-        self._writer.set_facts(task_states=json.dumps(tasks), task_states_at=time.time())
+        self.set_facts(task_states=json.dumps(tasks), task_states_at=time.time())
 
         return all(
             counts.get(name, 0) == count
@@ -232,83 +169,43 @@ class StoreFollower:
     async def read_some(self, limit: int = TURNS) -> int:
         """Reads the turns of up to `limit` rows that are not read yet, the newest first. Returns
         the number of rows."""
-        rows = self._db.execute(
-            "SELECT place, seq, id, task_id FROM attempts WHERE NOT is_read AND alive "
-            "ORDER BY seq DESC LIMIT ?",
+        unread = self._db.execute(
+            "SELECT seq, id FROM attempts WHERE alive AND NOT is_read ORDER BY seq DESC LIMIT ?",
             (limit,),
         ).fetchall()
-        if not rows:
-            return 0
+        names = {row["seq"]: row["id"] for row in unread}
+        stored: dict[int, StoredTrajectory] = {}
+        for first, end in _ranges(sorted(names), slack=1):
+            stored.update(await self._store.written(range(first, end + 1), limit=limit))
 
-        places = {row["id"]: row["place"] for row in rows}
-        trajectories: list[StoredTrajectory] = []
-        for first, last in _runs(sorted(row["seq"] for row in rows), slack=1):
-            page = await self._store.written(range(first, last + 1), limit=limit)
-            trajectories += [stored for _, stored in page]
+        same = [seq for seq in names if seq in stored and stored[seq].trajectory.id == names[seq]]
+        trajectories = [stored[seq].trajectory for seq in same]
+        words = [await self._words_of(trajectory.task_id) for trajectory in trajectories]
+        derived = await in_thread(lambda: [derive(trajectory) for trajectory in trajectories])
+        with self._transaction() as change:
+            if self._has_room():
+                texts = zip(same, (values.text for values in derived), strict=True)
+                self._db.executemany("REPLACE INTO search (rowid, text) VALUES (?, ?)", texts)
 
-        trajectories = [stored for stored in trajectories if stored.trajectory.id in places]
-        words = [await self._words_of(stored.trajectory.task_id) for stored in trajectories]
-        numbers = await in_thread(lambda: [derive(stored.trajectory) for stored in trajectories])
-        with self._writer.transaction():
-            self._writer.read(
+            self._db.executemany(
+                "UPDATE attempts SET is_read = 1, lowest_logprob = ?, lowest_version = ?, "
+                "kind = ?, difficulty = ?, change = ? WHERE seq = ?",
                 [
-                    (places[stored.trajectory.id], read, of)
-                    for stored, read, of in zip(trajectories, numbers, words, strict=True)
-                ]
+                    (values.lowest_logprob, values.lowest_version, *of, change, seq)
+                    for seq, values, of in zip(same, derived, words, strict=True)
+                ],
             )
-            missing = places.keys() - {stored.trajectory.id for stored in trajectories}
-            self._writer.bury(places[name] for name in missing)
+            self._bury(names.keys() - set(same), change)
 
-        return len(rows)
+        return len(names)
 
-    def has_steps_to_value(self) -> bool:
-        """Whether a committed step has no advantages yet."""
-        return self._first_row("SELECT 1 FROM steps WHERE has_advantages = 0 LIMIT 1") is not None
-
-    async def value_some(self, rule: Rule) -> bool:
-        """Computes the advantages of the newest committed step that has none yet. Returns whether
-        there was such a step."""
-        row = self._first_row(
-            "SELECT step FROM steps WHERE has_advantages = 0 ORDER BY step DESC LIMIT 1"
-        )
-        if row is None:
-            return False
-
-        step = row["step"]
-        record = await self.record_of(step)
-        advantages: dict[str, float] = {}
-        with suppress(AgentEvoError):  # a record without a plan, or attempts that are gone
-            if record is not None:
-                stored = [
-                    without_words(trajectory.trajectory)
-                    async for trajectory in self._store.trajectories(trained_step=step)
-                ]
-                samples = await in_thread(step_samples, step, record.record, stored, rule)
-                advantages = largest(samples)
-
-        with self._writer.transaction():
-            self._writer.put_advantages(step, advantages)
-
-        return True
-
-    async def move_some(self, folder: Path | None) -> bool:
-        """Adds the log-prob changes of the newest committed step that lacks them. Returns whether
-        there was such a step. `folder`: the run's folder, which may have them."""
-        row = self._first_row(
-            "SELECT step FROM steps WHERE has_moves = 0 ORDER BY step DESC LIMIT 1"
-        )
-        if row is None:
-            return False
-
-        step = row["step"]
-        moves = {} if folder is None else await in_thread(largest_moves, folder / name_of(step))
-        with self._writer.transaction():
-            self._writer.put_moves(step, moves)
-        return True
+    def _has_room(self) -> bool:
+        pages = int(self._value("PRAGMA page_count"))
+        return pages * int(self._value("PRAGMA page_size")) < MAX_FILE_BYTES
 
     async def _words_of(self, task_id: str) -> TaskWords:
         if task_id not in self._words:
-            if len(self._words) > 10_000:
+            if len(self._words) > MAX_CACHED_TASKS:
                 self._words.clear()
             try:
                 self._words[task_id] = task_words(await self._store.task(task_id))
@@ -317,33 +214,98 @@ class StoreFollower:
 
         return self._words[task_id]
 
+    async def value_some(self) -> bool:
+        """Adds the advantages of the newest committed step that has none yet, and the log-prob
+        changes that the run's folder has. Returns whether there was such a step."""
+        unvalued = "alive AND NOT is_valued AND state = 'committed'"
+        step = self._value(f"SELECT max(trained_step) FROM attempts WHERE {unvalued}")
+        if step is None or self._folder is None:
+            return False
+
+        moves = await in_thread(largest_moves, self._folder / name_of(step))
+        advantages = await self._advantages(step)
+        with self._transaction() as change:
+            self._db.execute(
+                f"UPDATE attempts SET is_valued = 1 WHERE {unvalued} AND trained_step = ?", (step,)
+            )
+            for name, values in (("advantage", advantages), ("moved", moves)):
+                self._db.executemany(
+                    f"UPDATE attempts SET {name} = ?, change = ? WHERE id = ? AND trained_step = ?",
+                    [(value, change, id, step) for id, value in values.items()],
+                )
+
+        return True
+
+    async def _advantages(self, step: int) -> Mapping[str, float]:
+        """Empty if the advantages can't be recomputed."""
+        if self._rule is None:  # only now, because it imports torch
+            self._rule = await in_thread(rule_of, self._config)
+
+        records = await self._store.steps(after=step - 1, limit=1)
+        if isinstance(self._rule, str) or not records or records[0].step != step:
+            return {}
+
+        with suppress(AgentEvoError):  # a record without a plan, or attempts that are gone
+            stored = [
+                without_words(trajectory.trajectory)
+                async for trajectory in self._store.trajectories(trained_step=step)
+            ]
+            return largest(
+                await in_thread(step_samples, step, records[0].record, stored, self._rule)
+            )
+        return {}
+
     def num_unread(self) -> int:
-        row = self._first_row("SELECT count(*) FROM attempts WHERE NOT is_read AND alive")
-        return int(row[0]) if row else 0
+        return int(self._value("SELECT count(*) FROM attempts WHERE alive AND NOT is_read"))
 
     def newest_written_at(self) -> float:
         """The time of the store's newest row, in Unix time."""
-        row = self._first_row(
-            "SELECT written_at FROM attempts WHERE alive ORDER BY seq DESC LIMIT 1"
-        )
-        return float(row[0]) if row else 0.0
+        query = "SELECT written_at FROM attempts WHERE alive ORDER BY seq DESC LIMIT 1"
+        return float(self._value(query) or 0.0)
 
-    async def record_of(self, step: int) -> StepRecord | None:
-        """The record of a committed step."""
+    def set_facts(self, **facts: Any) -> None:
+        self._db.executemany("REPLACE INTO facts VALUES (?, ?)", list(facts.items()))
+
+    async def _mark(self, step: int) -> list[Any] | None:
         records = await self._store.steps(after=step - 1, limit=1)
-        return records[0] if records and records[0].step == step else None
+        return _mark_of(records[0]) if records else None
 
-    def _first_row(self, query: str, values: tuple[Any, ...] = ()) -> sqlite3.Row | None:
-        row: sqlite3.Row | None = self._db.execute(query, values).fetchone()
-        return row
+    @contextmanager
+    def _transaction(self) -> Iterator[int]:
+        """A transaction, and `change` for its rows. The whole block takes effect or nothing."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield int(self._value("SELECT max(change) FROM attempts") or 0) + 1
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+
+        self._db.execute("COMMIT")
+
+    def _value(self, query: str, values: tuple[Any, ...] = ()) -> Any:
+        row = self._db.execute(query, values).fetchone()
+        return None if row is None else row[0]
 
 
-def _runs(numbers: list[int], slack: int = 16) -> list[tuple[int, int]]:
+def _mark_of(record: StepRecord) -> list[Any]:
+    """What distinguishes a commit from others: the step, its time and its chain."""
+    return [record.step, record.committed_at, record.record.get("chain")]
+
+
+def _decoding(row: TrajectorySummary) -> str:
+    """How a held-out attempt was decoded (`greedy`, `sampled`), as the run's evaluation wrote it
+    into the group's id, with the part that distinguishes two evaluations of a step. Else empty."""
+    label = row.group_id.rpartition("@")[0].rpartition("/")
+    is_labelled = row.split == "eval" and bool(label[1])
+    return label[2] if is_labelled and label[2].endswith(("greedy", "sampled")) else ""
+
+
+def _ranges(numbers: Sequence[int], slack: int = 16) -> list[tuple[int, int]]:
     """Ranges that cover the sorted numbers. Numbers that are close to each other share a range."""
-    runs: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for number in numbers:
-        if runs and number - runs[-1][1] <= slack:
-            runs[-1] = (runs[-1][0], number)
+        if ranges and number - ranges[-1][1] <= slack:
+            ranges[-1] = (ranges[-1][0], number)
         else:
-            runs.append((number, number))
-    return runs
+            ranges.append((number, number))
+    return ranges

@@ -1,4 +1,4 @@
-"""Updates the index of a store while a dashboard is open, in a separate thread.
+"""Updates the indexes of the shown stores while a dashboard is open, each in a thread of its own.
 
 Of all processes that have the store open, the process with the lock of the index writes it. When
 that process ends, another one gets the lock. The indexer updates at most once in EVERY_S seconds,
@@ -15,24 +15,20 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
 from agentevo.errors import AgentEvoError
 from agentevo.runs.folder.store_opening import open_run_store
-from agentevo.runtime.event_loop import in_thread
-from agentevo_ui.index.advantages import Rule, config_of, rewards_of, rule_of
 from agentevo_ui.index.database import cache_file, connect, is_usable, make
 from agentevo_ui.index.follow import StoreFollower
-from agentevo_ui.index.writer import IndexWriter
+from agentevo_ui.index.reader import IndexReader, IndexState, IndexUnavailableError
 
 EVERY_S = 1.0
 REST_S = 10.0
-"""The longest rest, in seconds. The first update for a million rows takes minutes, and rows that
+"""The longest rest, in seconds. The first update for a million rows takes a minute, and rows that
 are committed during it should appear soon."""
 COMPARE_EVERY_S = 120.0
 """The interval in seconds of comparisons of the rows' numbers, which take a second for a million
@@ -43,6 +39,8 @@ SLICE_S = 0.5
 """The time in seconds for which it reads turns before it checks for new rows again."""
 LIVE_S = 300.0
 """A run that wrote something within this time, in seconds, counts as active."""
+IDLE_S = 600.0
+"""After this many seconds without a page's request, an index is no longer updated."""
 NICENESS = 10
 
 
@@ -53,23 +51,22 @@ class Indexer:
     def __init__(self, url: str, folder: Path | None = None, *, every_s: float = EVERY_S) -> None:
         self.url = url
         self.path = cache_file(url)
+        self.reader = IndexReader(self.path)
+        self.used_at = time.monotonic()
+        self.trouble = ""
+        """The problem that stops the indexer, in words. Empty if there is none."""
         self._folder = folder
         self._every_s = every_s
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self.trouble = ""
-        """The problem that stops the indexer, in words. Empty if there is none."""
+        self._thread = threading.Thread(target=self._run, name="dashboard-index", daemon=True)
 
     def start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="dashboard-index", daemon=True)
-            self._thread.start()
+        self._thread.start()
 
     def stop(self, within_s: float = 30.0) -> None:
         """Ends after the work in progress, which is never left incomplete."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(within_s)
+        self._thread.join(within_s)
 
     def _run(self) -> None:
         with suppress(OSError, AttributeError):  # applies only to this thread, on Linux
@@ -106,60 +103,45 @@ class Indexer:
                 make(self.path)
                 if was_there:
                     self.trouble = "the index could not be read: it is rebuilt"
-            asyncio.run(self._keep())
+            asyncio.run(self._follow())
 
-    async def _keep(self) -> None:
-        config = await in_thread(config_of, self._folder)
-        with closing(connect(self.path)) as connection:
-            writer = IndexWriter(connection, rewards_of(config))
-            async with await open_run_store(
-                self.url,
-                create=False,
-                within_s=RETRY_S,
-                notify=lambda line: None,
-                read_only=True,
-            ) as store:
-                follower = StoreFollower(store, connection, writer, _progress_writer(writer))
-                await self._follow(follower, writer, _Rules(writer, config), _inode(self.url))
-
-    async def _follow(
-        self, follower: StoreFollower, writer: IndexWriter, rules: _Rules, inode: int | None
-    ) -> None:
+    async def _follow(self) -> None:
         """Runs until it is stopped, or the store's file is replaced."""
+        inode = _inode(self.url)
         compared = float("-inf")
-        while not self._stop.is_set() and _inode(self.url) == inode:
+        with closing(connect(self.path)) as connection:
+            async with await open_run_store(
+                self.url, create=False, within_s=RETRY_S, notify=lambda line: None, read_only=True
+            ) as store:
+                follower = StoreFollower(store, connection, self._folder)
+                while not self._stop.is_set() and _inode(self.url) == inode:
+                    started = time.monotonic()
+                    is_due = started - compared > COMPARE_EVERY_S
+                    await follower.refresh(compare=is_due)
+                    compared = started if is_due else compared
+                    took = time.monotonic() - started
+                    self.trouble = ""
+                    unread = follower.num_unread()
+                    phase = "reading" if unread else ""
+                    follower.set_facts(phase=phase, done=0, of=unread, listed_at=time.time())
+                    rest_s = min(max(self._every_s, 10 * took), REST_S)
+                    await self._read_turns(follower, time.monotonic() + rest_s, is_reading=unread)
+
+    async def _read_turns(self, follower: StoreFollower, until: float, *, is_reading: int) -> None:
+        """Reads turns and advantages until that time, and rests if there are none. `is_reading`:
+        whether the index says that turns are unread. Then it ends when all are read."""
+        while time.monotonic() < until and not self._stop.is_set():
             started = time.monotonic()
-            due = started - compared > COMPARE_EVERY_S
-            await follower.refresh(compare=due)
-            compared = started if due else compared
-            took = time.monotonic() - started
-            self.trouble = ""
-            unread = follower.num_unread()
-            phase = "reading" if unread else ""
-            writer.set_facts(phase=phase, done=0, of=unread, listed_at=time.time())
+            has_read = True
+            while has_read and time.monotonic() - started < SLICE_S and not self._stop.is_set():
+                has_read = await follower.read_some() > 0 or await follower.value_some()
 
-            rest_until = time.monotonic() + min(max(self._every_s, 10 * took), REST_S)
-            while time.monotonic() < rest_until and not self._stop.is_set():
-                if not await self._read_for_a_while(follower, rules):
-                    if unread:
-                        break  # the next update reports that everything is read
-                    await self._sleep(min(0.2, max(0.0, rest_until - time.monotonic())))
-
-    async def _read_for_a_while(self, follower: StoreFollower, rules: _Rules) -> bool:
-        """Whether there was anything to read."""
-        started = time.monotonic()
-        while time.monotonic() - started < SLICE_S and not self._stop.is_set():
-            has_read = await follower.read_some() > 0 or await follower.move_some(self._folder)
-            if not has_read and follower.has_steps_to_value():
-                rule = await rules.get()
-                has_read = isinstance(rule, Rule) and await follower.value_some(rule)
+            if not has_read and is_reading:
+                return
             if not has_read:
-                return False
-
-        if time.time() - follower.newest_written_at() < LIVE_S:
-            await self._sleep(time.monotonic() - started)
-
-        return True
+                await self._sleep(min(0.2, max(0.0, until - time.monotonic())))
+            elif time.time() - follower.newest_written_at() < LIVE_S:
+                await self._sleep(time.monotonic() - started)
 
     async def _sleep(self, seconds: float) -> None:
         """Waits for that time, or until the indexer is stopped."""
@@ -168,37 +150,51 @@ class Indexer:
             await asyncio.sleep(min(remaining, 0.1))
 
 
-class _Rules:
-    """The rule of advantages. It is read when the first step needs it, because that imports
-    torch."""
+class Indexes:
+    """The indexes of a dashboard, kept up to date while pages request them. Any thread may use
+    them."""
 
-    def __init__(self, writer: IndexWriter, config: dict[str, Any]) -> None:
-        self._writer = writer
-        self._config = config
-        self._rule: Rule | str | None = None
+    def __init__(self) -> None:
+        self._indexers: dict[str, Indexer] = {}
+        self._lock = threading.Lock()
 
-    async def get(self) -> Rule | str:
-        """The rule, or why there are no advantages."""
-        if self._rule is None:
-            self._rule = "the run's folder, which says how they are computed, is not here"
-            if self._config:
-                self._rule = await in_thread(rule_of, self._config)
-            why = self._rule if isinstance(self._rule, str) else ""
-            self._writer.set_facts(no_advantages=why)
-        return self._rule
+    def reader(self, url: str, folder: Path | None) -> IndexReader:
+        """The index of the store at `url`, which is kept up to date from now on."""
+        with self._lock:
+            for other_url, other in list(self._indexers.items()):
+                if other_url != url and time.monotonic() - other.used_at > IDLE_S:
+                    del self._indexers[other_url]
+                    threading.Thread(target=other.stop, daemon=True).start()
 
+            if url not in self._indexers:
+                self._indexers[url] = Indexer(url, folder)
+                self._indexers[url].start()
 
-def _progress_writer(writer: IndexWriter) -> Callable[[str, int, int], None]:
-    """Writes the progress into the file, twice a second."""
-    last = 0.0
+            self._indexers[url].used_at = time.monotonic()
+            return self._indexers[url].reader
 
-    def tell(phase: str, done: int, of: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > 0.5:
-            writer.set_facts(phase=phase, done=done, of=of)
-            last = time.monotonic()
+    def state(self, url: str) -> tuple[IndexState, str]:
+        """The progress of the index, and the problem that stops it."""
+        with self._lock:
+            indexer = self._indexers.get(url)
 
-    return tell
+        if indexer is None:
+            return IndexState(), ""
+
+        try:
+            return indexer.reader.state(), indexer.trouble
+        except IndexUnavailableError as error:
+            return IndexState(), indexer.trouble or str(error)
+
+    def close(self) -> None:
+        """Ends all indexers. Blocks until they have ended."""
+        with self._lock:
+            indexers = list(self._indexers.values())
+            self._indexers.clear()
+        for indexer in indexers:
+            indexer.stop(0.0)
+        for indexer in indexers:
+            indexer.stop(5.0)
 
 
 def _inode(url: str) -> int | None:

@@ -5,28 +5,28 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from agentevo.errors import AgentEvoError
-from agentevo.store.records import SPLITS
-from agentevo_ui.index.bars import IndexBar, bars
-from agentevo_ui.index.columns import NONE, IndexColumns
-from agentevo_ui.index.columns import WORDS as COLUMN_WORDS
+from agentevo.store.records import TrajectorySummary
+from agentevo_ui.index.columns import NONE, Columns, IndexColumns
 from agentevo_ui.index.database import connect
-from agentevo_ui.index.derived import unpack_text
-from agentevo_ui.index.selection import CHOICES, ORDERS, RANGES, WORDS, Selection, cursor
+from agentevo_ui.index.selection import ORDERS, RANGES, WORDS, Selection, cursor
 
 PAGE = 50
 MAX_FOUND = 200_000
 """The maximum number of attempts that a search for a text returns: the newest ones."""
-SNIPPET = 160
+MAX_BARS = 24
+MAX_GROUP = 500
+_SNIPPET = "snippet(search, 0, char(2), char(2), '…', 24)"
+"""A part of the text around the first match. The character 2 separates text and matched words."""
 
 
 class IndexUnavailableError(AgentEvoError):
@@ -36,50 +36,26 @@ class IndexUnavailableError(AgentEvoError):
 class IndexState(NamedTuple):
     """The progress of an index."""
 
-    phase: str
+    phase: str = "listing"
     """`listing`, `comparing`, `reading` (texts and log-probs), or empty if it is up to date."""
-    done: int
-    of: int
-    at: float
+    done: int = 0
+    of: int = 0
+    at: float = 0.0
     """The Unix time when the whole store was last listed. 0 before that."""
-    no_advantages: str
-    """Why there are no advantages. Empty if they are computed."""
 
 
-class IndexRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt in a list: the summary's columns and derived values."""
+class IndexRow(TrajectorySummary, frozen=True, kw_only=True):
+    """An attempt in a list: its summary and derived values."""
 
-    place: int
-    id: str
     seq: int
-    task_id: str
-    group_id: str
-    attempt: int
-    split: str
-    step: int
-    status: str
-    state: str
-    trained_step: int | None
-    drop_reason: str | None
-    reward: float
-    success: bool
-    error: str | None
-    truncated: bool
-    metrics: dict[str, float]
-    num_turns: int
-    num_completion_tokens: int
-    started_at: float
-    duration_s: float
-    written_at: float
     judge_gap: float | None
     is_read: bool
     lowest_logprob: float | None
-    mean_logprob: float | None
     lowest_version: int | None
     advantage: float | None
     moved: float | None
     """The largest log-prob change of a token by the update."""
-    kind: str = ""
+    kind: str | None
     snippet: tuple[str, ...] = ()
     """For a search: text, matched words and text in turn."""
 
@@ -103,84 +79,137 @@ class Listing(NamedTuple):
     """Whether more than MAX_FOUND attempts contain the text. The list then has the newest ones."""
 
 
+class IndexBar(NamedTuple):
+    """A bar of a histogram."""
+
+    low: float
+    high: float
+    size: int
+    good: int
+    """The number of successes in the bar."""
+
+
 class IndexReader:
-    """Reads an index. Every method raises IndexUnavailableError while there is no index."""
+    """Reads an index. Threads may share it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._columns = IndexColumns()
-        self._local = threading.local()
+
+    @contextmanager
+    def open(self) -> Iterator[OpenIndex]:
+        """The index as it is now, for the thread that opens it. Raises IndexUnavailableError, also
+        for its methods."""
+        with self._connected() as connection:
+            yield OpenIndex(connection, self._columns)
 
     def state(self) -> IndexState:
-        """The progress of the index."""
-        facts = dict(self._all("SELECT name, value FROM facts"))
-        return IndexState(
-            phase=str(facts.get("phase") or ("" if "listed_at" in facts else "listing")),
-            done=int(facts.get("done") or 0),
-            of=int(facts.get("of") or 0),
-            at=float(facts.get("listed_at") or 0.0),
-            no_advantages=str(facts.get("no_advantages") or ""),
-        )
+        """The progress of the index. Raises IndexUnavailableError."""
+        with self._connected() as connection:
+            facts = dict(map(tuple, connection.execute("SELECT * FROM facts").fetchall()))
+            return IndexState(
+                phase=str(facts.get("phase") or ("" if "listed_at" in facts else "listing")),
+                done=int(facts.get("done") or 0),
+                of=int(facts.get("of") or 0),
+                at=float(facts.get("listed_at") or 0.0),
+            )
+
+    @contextmanager
+    def _connected(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with closing(connect(self._path)) as connection:
+                yield connection
+        except sqlite3.Error as error:
+            raise IndexUnavailableError(
+                f"the index is not there yet, or is being rebuilt ({error})"
+            ) from error
+
+
+class OpenIndex:
+    """An index at a moment. Its columns are read-only. A page uses the same selection many times,
+    so it is computed once."""
+
+    def __init__(self, connection: sqlite3.Connection, source: IndexColumns) -> None:
+        self._db = connection
+        self._source = source
+        self._numbers: dict[str, dict[str, int]] = {}
+        """Maps a column of words to the number of each word."""
+        self._selected: dict[bytes, tuple[np.ndarray, bool]] = {}
+        self._searches: dict[str, tuple[np.ndarray, bool]] = {}
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The columns (columns.py), `age` in versions, and `surprise`: |advantage|."""
+        columns, self._numbers = self._source.refresh(self._db)
+        ages = columns["trained_step"] - 1 - columns["lowest_version"]
+        is_known = (columns["trained_step"] != NONE) & (columns["lowest_version"] != NONE)
+        columns["age"] = np.where(is_known, ages, NONE)
+        columns["surprise"] = np.abs(columns["advantage"])
+        return columns
+
+    def has_word(self, name: str, word: str) -> np.ndarray:
+        """[N] bool: the rows with this word in the column `name`, such as `split`."""
+        column = self.columns[name]
+        return np.equal(column, self._numbers[name].get(word, NONE - 1))
+
+    def words(self, name: str) -> list[str]:
+        """The words that the numbers in a column mean."""
+        assert self.columns
+        return list(self._numbers[name])
 
     def listing(self, selection: Selection, *, size: int = PAGE) -> Listing:
         """A page of the selected attempts."""
-        table = self._table()
-        where, is_cut = self._where(table, selection)
+        where, is_cut = self._where(selection)
         column, descending, _ = ORDERS[selection.order]
-        values = table[column].astype(np.float64, copy=False)
-        if column == "age":
-            where = where & (values != NONE)
-        elif table[column].dtype.kind == "f":
-            where = where & ~np.isnan(values)
-
+        where = where & self._has_value(column)
         total = int(np.count_nonzero(where))
-        seqs = table["seq"]
-        sign = -1.0 if descending else 1.0
-        keys = sign * values
+        values = (
+            np.arange(len(where), dtype=np.float64)
+            if column == "seq"
+            else self.columns[column].astype(np.float64, copy=False)
+        )
+        keys = -values if descending else values
         if selection.after is not None:
-            value = sign * selection.after[0]
-            seq = selection.after[1]
-            where = where & ((keys > value) | ((keys == value) & (seqs < seq)))
+            value = -selection.after[0] if descending else selection.after[0]
+            seqs = np.arange(len(where))
+            where = where & ((keys > value) | ((keys == value) & (seqs < selection.after[1])))
 
-        matches = np.flatnonzero(where)
-        if len(matches) > size:  # avoids sorting a million rows for the first fifty
-            match_keys = keys if len(matches) == len(keys) else keys[matches]
+        matches = np.flatnonzero(where)[::-1]  # among equal rows, the newest first
+        if len(matches) > size + 1:  # avoids sorting a million rows for the first fifty
+            match_keys = keys[matches]
             bound = np.partition(match_keys, size)[size]
             before = matches[match_keys < bound]
-
-            equal = matches[match_keys == bound]
-            num_missing = size + 1 - len(before)  # among many equal rows, the newest
-            if len(equal) > num_missing:
-                equal = equal[np.argpartition(-seqs[equal], num_missing - 1)[:num_missing]]
-
+            equal = matches[match_keys == bound][: size + 1 - len(before)]
             matches = np.concatenate([before, equal])
 
-        matches = matches[np.lexsort((-seqs[matches], keys[matches]))]
+        matches = matches[np.lexsort((-matches, keys[matches]))]
         page = matches[:size]
-        last = cursor(float(values[page[-1]]), int(seqs[page[-1]])) if len(matches) > size else None
-        rows = self.rows((page + 1).tolist(), selection.text)
-        return Listing(rows, total, last, is_cut)
+        last = cursor(float(values[page[-1]]), int(page[-1])) if len(matches) > size else None
+        return Listing(self.rows(page.tolist(), selection.text), total, last, is_cut)
 
     def histogram(self, selection: Selection, name: str) -> list[IndexBar]:
         """The bars of `reward`, `tokens` or `age` of the selected attempts. The range of that
         column itself is ignored."""
         ranges = {key: value for key, value in selection.ranges.items() if key != name}
-        free = msgspec.structs.replace(selection, ranges=ranges, after=None)
-        table = self._table()
-        where, _ = self._where(table, free)
-        values = table[RANGES[name]]
+        where, _ = self._where(msgspec.structs.replace(selection, ranges=ranges))
+        where = where & self._has_value(RANGES[name])
+        values = self.columns[RANGES[name]][where]
+        return bars(values, self.columns["success"][where], is_whole=name != "reward")
+
+    def _has_value(self, name: str) -> np.ndarray:
+        """[N] bool, or [1] if all are equal: the rows with a value to sort by."""
         if name == "age":
-            where = where & (values != NONE)
-        return bars(_of(values, where), _of(table["success"], where), is_whole=name != "reward")
+            return np.not_equal(self.columns[name], NONE)
+        if name != "seq" and self.columns[name].dtype.kind == "f":
+            return ~np.isnan(self.columns[name])
+        return np.ones(1, np.bool_)
 
     def group(self, group_id: str) -> list[IndexRow]:
         """The attempts of a group in the order of their numbers."""
-        places = self._all(
-            "SELECT place FROM attempts WHERE group_id = ? AND alive "
-            "ORDER BY attempt, seq LIMIT 500",
-            (group_id,),
+        query = (
+            "SELECT seq FROM attempts WHERE group_id = ? AND alive ORDER BY attempt, seq LIMIT ?"
         )
-        return self.rows([row[0] for row in places])
+        return self.rows([row[0] for row in self._db.execute(query, (group_id, MAX_GROUP))])
 
     def step_groups(
         self, selection: Selection, *, after: str | None = None, limit: int = 24
@@ -188,26 +217,18 @@ class IndexReader:
         """Whole groups that contain a selected attempt, the id after which the next page begins,
         and the number of groups. They are in the order of their ids. If attempts are ordered by
         reward, they are in the order of the mean reward of their completed attempts."""
-        table = self._table()
-        where, _ = self._where(table, selection)
-        places = (np.flatnonzero(where) + 1).tolist()
-        sums: dict[str, tuple[float, float]] = {}
-        for chunk in _chunks(places, 5_000):
-            marks = ", ".join("?" * len(chunk))
-            query = (
-                "SELECT group_id, total(iif(status = 'completed', reward, 0)), "
-                "total(status = 'completed') FROM attempts "
-                f"WHERE place IN ({marks}) GROUP BY group_id"
-            )
-            for name, reward, number in self._all(query, chunk):
-                before = sums.get(name, (0.0, 0.0))
-                sums[name] = (before[0] + reward, before[1] + number)
+        rewards: dict[str, list[float]] = {}
+        seqs = np.flatnonzero(self._where(selection)[0]).tolist()
+        for row in self._by_seq("group_id, reward, status", seqs):
+            group = rewards.setdefault(row["group_id"], [])
+            group += [row["reward"]] if row["status"] == "completed" else []
 
         sign = {"worst": 1.0, "best": -1.0}.get(selection.order, 0.0)
         keys = {
-            name: (sign * sums[name][0] / max(sums[name][1], 1), _natural(name)) for name in sums
+            name: (sign * sum(group) / max(len(group), 1), _natural(name))
+            for name, group in rewards.items()
         }
-        ordered = sorted(sums, key=keys.__getitem__)
+        ordered = sorted(rewards, key=keys.__getitem__)
         last = None if after is None else keys.get(after, (0.0, _natural(after)))
         start = 0 if last is None else sum(keys[name] <= last for name in ordered)
         page = ordered[start : start + limit]
@@ -216,256 +237,177 @@ class IndexReader:
 
     def find(self, attempt_id: str) -> IndexRow | None:
         """An attempt by its id."""
-        places = self._all("SELECT place FROM attempts WHERE id = ? AND alive", (attempt_id,))
-        rows = self.rows([row[0] for row in places])
+        query = "SELECT seq FROM attempts WHERE id = ? AND alive"
+        rows = self.rows([row[0] for row in self._db.execute(query, (attempt_id,))])
         return rows[0] if rows else None
 
-    def words(self, selection: Selection, name: str) -> list[tuple[str, int]]:
+    def count_words(self, selection: Selection, name: str) -> list[tuple[str, int]]:
         """The words of a filter, with the number of selected attempts that have each. The filter's
         own choice is ignored."""
         choices = {key: value for key, value in selection.choices.items() if key != name}
-        table = self._table()
-        where, _ = self._where(table, msgspec.structs.replace(selection, choices=choices))
-        numbers: dict[int, str] = dict(enumerate(CHOICES.get(name, ())))
+        where, _ = self._where(msgspec.structs.replace(selection, choices=choices))
         if name == "outcome":
-            good = np.count_nonzero(table["success"] & where)
-            counts = np.array([good, np.count_nonzero(where) - good])
-        elif name in CHOICES:
-            values = _of(table[name], where)
-            counts = np.bincount(_of(values, values >= 0))
+            good = int(np.count_nonzero(self.columns["success"] & where))
+            counts = {"success": good, "no success": int(np.count_nonzero(where)) - good}
         else:
-            counts = np.bincount(_of(table[WORDS[name]], where))
-            rows = self._all("SELECT number, text FROM words")
-            numbers = {int(row[0]): str(row[1]) for row in rows}
+            numbers = self.columns[WORDS[name]][where]
+            frequencies = np.bincount(numbers[numbers != NONE])
+            counts = dict(zip(self.words(WORDS[name]), frequencies.tolist(), strict=False))
 
-        word_counts = [
-            (numbers[i], int(counts[i])) for i in np.flatnonzero(counts).tolist() if numbers.get(i)
-        ]
-        return sorted(word_counts, key=lambda word: -word[1])[:50]
+        present = [(word, number) for word, number in counts.items() if word and number]
+        return sorted(present, key=lambda pair: -pair[1])[:50]
 
     def count(self, selection: Selection) -> tuple[int, int, float | None, float | None]:
         """The number of selected attempts, successes, the mean reward and its standard
         deviation."""
-        table = self._table()
-        where, _ = self._where(table, selection)
-        rewards = _of(table["reward"], where)
+        where, _ = self._where(selection)
+        rewards = self.columns["reward"][where]
         if not len(rewards):
             return 0, 0, None, None
-        good = int(np.count_nonzero(table["success"] & where))
+        good = int(np.count_nonzero(self.columns["success"] & where))
         return len(rewards), good, float(rewards.mean()), float(rewards.std())
 
     def has_values(self, selection: Selection) -> dict[str, bool]:
         """Maps an order to whether any selected attempt has a value for it."""
-        table = self._table()
-        where, _ = self._where(table, selection)
-        has_value = {}
-        for order, (column, _, _) in ORDERS.items():
-            values = table[column]
-            if column == "age":
-                has_value[order] = bool((where & (values != NONE)).any())
-            elif values.dtype.kind == "f":
-                has_value[order] = bool((where & ~np.isnan(values)).any())
-            else:
-                has_value[order] = bool(where.any())
-
-        return has_value
-
-    def steps(self) -> list[tuple[int, float, int, dict[str, Any]]]:
-        """Committed steps: number, time, attempts, facts of the plan."""
-        rows = self._all(
-            "SELECT step, committed_at, num_trajectories, plan FROM steps ORDER BY step"
-        )
-        return [(row[0], row[1], row[2], json.loads(row[3] or "{}")) for row in rows]
-
-    def rows(self, places: Sequence[int], text: str = "") -> list[IndexRow]:
-        """Rows in this order, with a snippet around the searched text."""
-        rows_by_place: dict[int, sqlite3.Row] = {}
-        for chunk in _chunks(list(places), 500):
-            marks = ", ".join("?" * len(chunk))
-            query = (
-                "SELECT a.*, w.text AS kind_text FROM attempts a JOIN words w ON w.number = a.kind "
-                f"WHERE place IN ({marks})"
-            )
-            rows_by_place.update((row["place"], row) for row in self._all(query, chunk))
-
-        return [self._row(rows_by_place[place], text) for place in places if place in rows_by_place]
-
-    def _row(self, row: sqlite3.Row, text: str) -> IndexRow:
-        fields = {name: row[name] for name in IndexRow.__struct_fields__[:-2]}
-        fields |= {
-            "success": bool(row["success"]),
-            "truncated": bool(row["truncated"]),
-            "is_read": bool(row["is_read"]),
-            "metrics": json.loads(row["metrics"]),
-            "kind": row["kind_text"],
+        where, _ = self._where(selection)
+        return {
+            order: bool((where & self._has_value(column)).any())
+            for order, (column, _, _) in ORDERS.items()
         }
 
-        snippet: tuple[str, ...] = ()
+    def steps(self) -> np.ndarray:
+        """The steps that have trained attempts, in order."""
+        is_trained = self.columns["alive"] & self.has_word("state", "committed")
+        return np.unique(self.columns["trained_step"][is_trained])
+
+    def ids(self, seqs: Sequence[int]) -> dict[int, str]:
+        """Maps a number to the attempt's id."""
+        return {row["seq"]: row["id"] for row in self._by_seq("seq, id", seqs)}
+
+    def rows(self, seqs: Sequence[int], text: str = "") -> list[IndexRow]:
+        """Rows in this order, with a snippet around the searched text."""
+        snippets: dict[int, str] = {}
         if text:
-            data = self._all("SELECT text FROM texts WHERE place = ?", (row["place"],))
-            snippet = _snippet(unpack_text(data[0][0]), text) if data else ()
+            table = "search WHERE search MATCH ? AND rowid"
+            matches = self._by_seq(f"rowid, {_SNIPPET}", seqs, table, match_of(text))
+            snippets = dict(map(tuple, matches))
 
-        return IndexRow(**fields, snippet=snippet)
+        rows = {row["seq"]: row for row in self._by_seq("*", seqs)}
+        return [_row(rows[seq], snippets.get(seq, "")) for seq in seqs if seq in rows]
 
-    def _where(self, table: dict[str, np.ndarray], selection: Selection) -> tuple[np.ndarray, bool]:
-        """[N] bool: the selected rows, read-only. Also whether a search was cut. A page uses the
-        same selection many times, so inside `steady` it is computed once."""
-        cache = getattr(self._local, "cache", None)
-        if cache is None:
-            return self._select(table, selection)
+    def _by_seq(
+        self, names: str, seqs: Sequence[int], table: str = "attempts WHERE seq", *values: str
+    ) -> Iterator[sqlite3.Row]:
+        for start in range(0, len(seqs), 5_000):
+            chunk = seqs[start : start + 5_000]
+            marks = ", ".join("?" * len(chunk))
+            yield from self._db.execute(
+                f"SELECT {names} FROM {table} IN ({marks})", (*values, *chunk)
+            )
 
+    def _where(self, selection: Selection) -> tuple[np.ndarray, bool]:
+        """[N] bool: the selected rows, read-only. Also whether a search was cut."""
         key = msgspec.json.encode(msgspec.structs.replace(selection, order="newest", after=None))
-        if key not in cache:
-            cache[key] = self._select(table, selection)
+        if key not in self._selected:
+            self._selected[key] = self._select(selection)
+        return self._selected[key]
 
-        selected: tuple[np.ndarray, bool] = cache[key]
-        return selected
-
-    def _select(
-        self, table: dict[str, np.ndarray], selection: Selection
-    ) -> tuple[np.ndarray, bool]:
-        where = table["alive"].copy()
+    def _select(self, selection: Selection) -> tuple[np.ndarray, bool]:
+        columns = self.columns
+        where = columns["alive"].copy()
         if selection.step is not None:
-            trained = table["trained_step"] == selection.step
-            waiting = (table["trained_step"] == NONE) & (table["step"] == selection.step)
+            trained = columns["trained_step"] == selection.step
+            waiting = (columns["trained_step"] == NONE) & (columns["step"] == selection.step)
             where &= trained | waiting
             if "split" not in selection.choices:
-                where &= table["split"] == SPLITS.index("train")
+                where &= self.has_word("split", "train")
 
         if selection.task:
-            number = self.ask("SELECT number FROM tasks WHERE id = ?", (selection.task,))
-            where &= table["task"] == (number[0][0] if number else NONE)
+            where &= self.has_word("task_id", selection.task)
 
         for name, value in selection.choices.items():
-            if name == "outcome":
-                where &= table["success"] == (value == "success")
-            elif name in COLUMN_WORDS:
-                where &= table[name] == COLUMN_WORDS[name].index(value)
-            else:
-                number = self._all("SELECT number FROM words WHERE text = ?", (value,))
-                where &= table[WORDS[name]] == (number[0][0] if number else -2)
+            where &= (
+                columns["success"] == (value == "success")
+                if name == "outcome"
+                else self.has_word(WORDS[name], value)
+            )
 
         for name, (low, high) in selection.ranges.items():
-            values = table[RANGES[name]]
-            where &= (values >= low) & (values <= high)
-            if name == "age":
-                where &= values != NONE
+            values = columns[RANGES[name]]
+            where &= (values >= low) & (values <= high) & self._has_value(RANGES[name])
 
         if not selection.text:
             return where, False
 
-        places, is_cut = self._search(selection.text)
-        has_text = np.zeros(len(where), dtype=bool)
-        has_text[places[places < len(where)]] = True
+        if selection.text not in self._searches:
+            self._searches[selection.text] = self._search(selection.text)
+        has_text, is_cut = self._searches[selection.text]
         return where & has_text, is_cut
 
     def _search(self, text: str) -> tuple[np.ndarray, bool]:
-        """The places in the columns of the newest attempts with the text, and whether there are
-        more."""
-        cache = getattr(self._local, "cache", None)
-        if cache is not None and text in cache:
-            matches: tuple[np.ndarray, bool] = cache[text]
-            return matches
-
+        """[N] bool: the newest attempts with the text. Also whether there are more."""
+        has_text = np.zeros(len(self.columns["alive"]), dtype=bool)
         query = match_of(text)
-        places = np.zeros(0, dtype=np.int64)
-        if query:
-            # All places come in one text, because a Python row for each of 200,000 places takes
-            # four times as long.
-            ((text_of_places,),) = self._all(
-                "SELECT group_concat(rowid) FROM (SELECT rowid FROM search WHERE search MATCH ? "
-                "ORDER BY rowid DESC LIMIT ?)",
-                (query, MAX_FOUND + 1),
-            )
-            if text_of_places:
-                places = np.fromstring(text_of_places, dtype=np.int64, sep=",") - 1
+        if not query:
+            return has_text, False
 
-        matches = (places[:MAX_FOUND], len(places) > MAX_FOUND)
-        if cache is not None:
-            cache[text] = matches
-
-        return matches
-
-    @contextmanager
-    def steady(self) -> Iterator[None]:
-        """In this block, the thread reads the columns, and computes a selection, only once."""
-        self._local.cache = {}
-        try:
-            yield
-        finally:
-            self._local.cache = None
-
-    def columns(self) -> dict[str, np.ndarray]:
-        """Maps a name to its column of all rows, read-only."""
-        return self._table()
-
-    def words_by_number(self) -> dict[int, str]:
-        """The words that the numbers in the columns `kind`, `difficulty`, `decoding`, ... mean."""
-        return {int(row[0]): str(row[1]) for row in self.ask("SELECT number, text FROM words")}
+        # All numbers come in one text, because a Python row for each of 200,000 takes four times
+        # as long.
+        ((numbers,),) = self._db.execute(
+            "SELECT group_concat(rowid) FROM (SELECT rowid FROM search WHERE search MATCH ? "
+            "ORDER BY rowid DESC LIMIT ?)",
+            (query, MAX_FOUND + 1),
+        ).fetchall()
+        seqs = np.fromstring(numbers or "", dtype=np.int64, sep=",")
+        has_text[seqs[:MAX_FOUND][seqs[:MAX_FOUND] < len(has_text)]] = True
+        return has_text, len(seqs) > MAX_FOUND
 
     def task_states(self) -> tuple[dict[str, int], float]:
         """Maps a state of the ledger to its number of tasks. Also the Unix time when they were
         counted."""
-        facts = dict(self._all("SELECT name, value FROM facts WHERE name LIKE 'task_states%'"))
+        query = "SELECT name, value FROM facts WHERE name LIKE 'task_states%'"
+        facts = dict(map(tuple, self._db.execute(query).fetchall()))
         return json.loads(facts.get("task_states", "{}")), float(facts.get("task_states_at", 0.0))
 
-    def ask(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
-        """All rows of a query on the index's tables (database.py)."""
-        return self._all(query, values)
 
-    def _table(self) -> dict[str, np.ndarray]:
-        cache = getattr(self._local, "cache", None)
-        if cache is None:
-            return self._read_table()
-        if "" not in cache:
-            cache[""] = self._read_table()
-        table: dict[str, np.ndarray] = cache[""]
-        return table
-
-    def _read_table(self) -> dict[str, np.ndarray]:
-        try:
-            table = self._columns.table(self._connection())
-        except (sqlite3.Error, TypeError) as error:
-            raise self._away(error) from error
-
-        ages = table["trained_step"] - 1 - table["lowest_version"]
-        unknown = (table["trained_step"] == NONE) | (table["lowest_version"] == NONE)
-        table["age"] = np.where(unknown, NONE, ages)
-        table["surprise"] = np.abs(table["advantage"])
-        return table
-
-    def _all(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
-        try:
-            return self._connection().execute(query, values).fetchall()
-        except sqlite3.Error as error:
-            raise self._away(error) from error
-
-    def _away(self, error: BaseException) -> IndexUnavailableError:
-        self._local.connection = None
-        return IndexUnavailableError(f"the index is not there yet, or is being rebuilt ({error})")
-
-    def _connection(self) -> sqlite3.Connection:
-        """The connection of this thread. A new connection if the file was made again. Raises
-        sqlite3.Error."""
-        try:
-            inode = self._path.stat().st_ino
-        except OSError as error:
-            raise sqlite3.OperationalError("no index") from error
-
-        opened = getattr(self._local, "connection", None)
-        if opened is None or self._local.inode != inode:
-            if opened is not None:
-                opened.close()
-            self._local.connection = opened = connect(self._path)
-            self._local.inode = inode
-
-        connection: sqlite3.Connection = opened
-        return connection
+def _row(row: sqlite3.Row, snippet: str) -> IndexRow:
+    fields = {name: row[name] for name in IndexRow.__struct_fields__ if name != "snippet"}
+    fields |= {name: bool(row[name]) for name in ("success", "truncated", "is_read")}
+    pieces = tuple(snippet.split("\x02")) if snippet else ()
+    return IndexRow(**fields | {"metrics": json.loads(row["metrics"]), "snippet": pieces})
 
 
-def _of(column: np.ndarray, where: np.ndarray) -> np.ndarray:
-    """The selected values. The column itself if all are selected."""
-    return column if where.all() else column[where]
+def bars(values: np.ndarray, good: np.ndarray, *, is_whole: bool) -> list[IndexBar]:
+    """At most MAX_BARS bars of equal width of values [N], with the number of successes [N] in each.
+    Empty without values. A value at an edge belongs to the bar that begins there. At the last edge,
+    it belongs to the last bar."""
+    if not len(values):
+        return []
+
+    low, high, num = _evenly(float(values.min()), float(values.max()), is_whole=is_whole)
+    sizes, edges = np.histogram(values, num, (low, high))
+    successes, _ = np.histogram(values[good], num, (low, high))
+    return [
+        IndexBar(float(edges[i]), float(edges[i + 1]), int(sizes[i]), int(successes[i]))
+        for i in range(num)
+    ]
+
+
+def _evenly(low: float, high: float, *, is_whole: bool) -> tuple[float, float, int]:
+    """The first and the last edge, and the number of bars. Edges are halfway between whole numbers,
+    so that all bars cover the same number of them."""
+    if is_whole:
+        width = max(1, -(-int(high - low + 1) // MAX_BARS))
+        num = -(-int(high - low + 1) // width)
+        return low - 0.5, low - 0.5 + num * width, num
+
+    if high <= low:
+        half = max(0.5, abs(low) * 1e-6)
+        return low - half, high + half, 1
+
+    # Between adjacent floats, there is no room for edges.
+    is_wide = (np.diff(np.linspace(low, high, MAX_BARS + 1)) > 0).all()
+    return low, high, MAX_BARS if is_wide else 1
 
 
 def match_of(text: str) -> str:
@@ -487,31 +429,6 @@ def match_of(text: str) -> str:
     return " AND ".join(required) + "".join(f" NOT {term}" for term in excluded)
 
 
-def _snippet(content: str, text: str) -> tuple[str, ...]:
-    """Text, matched word and text in turn, around the first match."""
-    words = [w.strip('*"') for w in re.findall(r'"[^"]*"|[^\s"]+', text) if not w.startswith("-")]
-    words = [word for word in words if word]
-    if not words:
-        return ()
-
-    pattern = re.compile("|".join(map(re.escape, words)), re.IGNORECASE)
-    first = pattern.search(content)
-    if first is None:  # the search matches more forms of letters than this pattern
-        return (content[:SNIPPET],)
-
-    start = max(0, first.start() - SNIPPET // 3)
-    shown = content[start : start + SNIPPET]
-    pieces = ["…" if start else ""]
-    end = 0
-    for match in pattern.finditer(shown):
-        pieces[-1] += shown[end : match.start()]
-        pieces += [match[0], ""]
-        end = match.end()
-
-    pieces[-1] += shown[end:]
-    return tuple(pieces)
-
-
 def _natural(name: str) -> list[tuple[int, int, str]]:
     """A sort key that orders numbers in names by their size."""
     return [
@@ -519,7 +436,3 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
         for piece in re.split(r"(\d{1,18})", name)
         if piece
     ]
-
-
-def _chunks(items: list[Any], size: int) -> list[list[Any]]:
-    return [items[i : i + size] for i in range(0, len(items), size)]

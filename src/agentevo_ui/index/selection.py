@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from agentevo.errors import ConfigError
 from agentevo.store.records import SPLITS, TRAJECTORY_STATES
-from agentevo_ui.index.columns import STATUSES
+from agentevo.types import Status
 
 ORDERS: dict[str, tuple[str, bool, str]] = {
     "newest": ("seq", True, "newest first"),
@@ -34,16 +34,19 @@ RANGES = {"reward": "reward", "tokens": "num_completion_tokens", "age": "age"}
 CHOICES: dict[str, tuple[str, ...]] = {
     "split": SPLITS,
     "state": TRAJECTORY_STATES,
-    "status": STATUSES,
+    "status": get_args(Status),
     "outcome": ("success", "no success"),
 }
 WORDS = {
+    "split": "split",
+    "state": "state",
+    "status": "status",
     "kind": "kind",
     "difficulty": "difficulty",
     "decoding": "decoding",
     "agent": "agent",
     "error": "error_kind",
-    "reason": "reason",
+    "reason": "drop_reason",
 }
 """Maps a filter by a word to its column."""
 MAX_TEXT = 500
@@ -72,7 +75,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
         """Reads an address. Raises ConfigError for a value that a filter does not have. Keys of
         other parts of the page are ignored."""
         choices = {}
-        for name in (*CHOICES, *WORDS):
+        for name in {**CHOICES, **WORDS}:
             value = query.get(name, "")
             if value and name in CHOICES and value not in CHOICES[name]:
                 raise ConfigError(
