@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentevo.observability.chart_lines import MOST_POINTS, chart_of, thin_peaks
-from agentevo.observability.curves import held_out, wilson_interval
-from agentevo.observability.metrics import EvaluationMetrics, MetricsRow
-from agentevo.observability.metrics_table import Measured
+from agentevo.observability.metrics import (
+    RESERVED,
+    EvaluationMetrics,
+    MetricsRow,
+    held_out,
+    wilson_interval,
+)
+from agentevo.observability.metrics_table import Measured, MetricsTable
 from agentevo.observability.pages.charts import Chart, ChartLine
 
 LEARNING = (
     ("train/success", "Success in training"),
     ("critic/score/mean", "Reward in training"),
+)
+SUPERVISED = (
     ("sft/loss", "Loss of the batches, nats a token"),
     ("sft/eval/loss", "Loss of held-out conversations, nats a token"),
     ("sft/eval/token_accuracy", "Held-out tokens ranked first"),
@@ -53,14 +61,31 @@ PARTS = "reward_parts/"
 MOST_PARTS = 8
 
 
+class RunColumns(NamedTuple):
+    """The rows of a run, as columns."""
+
+    table: MetricsTable
+    num_rows: int
+
+
 class ReportCharts(NamedTuple):
     """The charts by section; an empty list where none of its metrics was logged."""
 
     learning: list[Chart]
+    supervised: list[Chart]
     rewards: list[Chart]
     optimisation: list[Chart]
     lengths: list[Chart]
     speed: list[Chart]
+
+
+def columns_of(rows: Sequence[MetricsRow]) -> RunColumns:
+    """The numbers of the rows as columns."""
+    table = MetricsTable(Path("metrics.jsonl"))
+    for row in rows:
+        values = {name: value for name, value in row.items() if name not in RESERVED}
+        table.add_row(int(row["step"] or 0), row.get("time"), values)
+    return RunColumns(table, table.num_rows)
 
 
 def report_charts(
@@ -88,6 +113,7 @@ def report_charts(
 
     return ReportCharts(
         learning=[*_held_out(rows, number), *_singles(run, LEARNING)],
+        supervised=_singles(run, SUPERVISED),
         rewards=[reward for reward in rewards if reward],
         optimisation=_singles(run, OPTIMISATION),
         lengths=[*([lengths] if lengths else []), *_singles(run, LENGTHS)],

@@ -32,7 +32,7 @@ from agentevo.config.remote_models import RemoteModelSection
 from agentevo.data.rows import read_json_lines
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.inference.remote_models import RemoteModels
-from agentevo.observability.curves import wilson_interval
+from agentevo.observability.metrics import wilson_interval
 from agentevo.rewards import make_reward
 from agentevo.rewards.injections import INJECTIONS
 from agentevo.rewards.judging import JudgeOptions

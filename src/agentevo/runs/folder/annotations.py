@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from agentevo.observability.curves import wilson_interval
+from agentevo.observability.metrics import wilson_interval
 from agentevo.runs.folder.records import add_record, read_records
 
 ANNOTATIONS = "annotations.jsonl"
