@@ -7,13 +7,11 @@ trajectories go to a temporary store; the run's folder is neither created nor to
 
 from __future__ import annotations
 
+import math
 import tempfile
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-from transformers import PreTrainedModel
 
 from agentevo.config import EnvironmentAgentSection, RunConfig
 from agentevo.config.named_agents import trained_agents
@@ -27,14 +25,13 @@ from agentevo.rollout.sampler import Player, Sampler
 from agentevo.runs.doctor import checks
 from agentevo.runs.doctor import group_checks as measure
 from agentevo.runs.doctor.checks import Check
-from agentevo.runs.doctor.memory_measures import list_measures, weigh_measures
+from agentevo.runs.doctor.memory_estimate import Load, Sizes, engine_weights
+from agentevo.runs.doctor.memory_measures import check_memory_room
 from agentevo.runs.doctor.services import check_services, has_problem
 from agentevo.runs.doctor.store_check import check_store_server
-from agentevo.runs.doctor.unloaded_policy import variant_needs
 from agentevo.runs.orchestration.agent_policies import players
 from agentevo.runs.orchestration.components import Components, check_memory, open_components
 from agentevo.runs.orchestration.players import check_named, find_agent
-from agentevo.runtime.devices import is_accelerator
 from agentevo.runtime.event_loop import run_coroutine
 from agentevo.training.tree import build_tree
 from agentevo.types import Task, Trajectory
@@ -227,29 +224,22 @@ def _judge_sizes(parts: Components, attempts_with_turns: list[Trajectory]) -> li
     together = config.trainer.groups_per_step * config.trainer.group_size
     kv_tokens = int(parts.engine.stats().get("engine/kv_capacity_tokens", together * longest))
     token_bytes = kv_bytes_per_token(parts.model)
-    on_gpu = is_accelerator(parts.model.device)
     num_sampled = (
         sum(len(turn.completion_ids) for attempt in attempts_with_turns for turn in attempt.turns)
         * config.trainer.groups_per_step
     )
 
-    def needs(turned: RunConfig, model: PreTrainedModel) -> dict[str, float]:
-        room = kv_tokens * turned.engine.kv_cache_gb / config.engine.kv_cache_gb
-        cached = min(int(room), together * longest)
-        return measure.memory_parts(
-            model,
-            turned,
-            step_tokens=per_step,
-            cache_bytes=float(cached * token_bytes),
-            step_rows=min(num_sampled, per_step),
-            device=parts.model.device,
-        )
+    def load_of(changed: RunConfig) -> Load:
+        trainer = changed.trainer
+        tokens = min(math.ceil(per_step / trainer.minibatches), trainer.micro_batch_tokens)
+        rows = math.ceil(tokens * min(1.0, num_sampled / max(1, per_step)))
+        return Load(tokens, rows, parts.model.device.type == "cpu")
 
-    needs_in_all = variant_needs(config, parts.model, needs)
-    needed = needs(config, parts.model)
-    free = measure.free_bytes(parts.model.device)
-    list_for = partial(list_measures, on_cpu=not on_gpu)
-    turned, combined = weigh_measures(config, list_for, needs_in_all, checks.MEMORY_ROOM * free)
+    def engine_of(changed: RunConfig, sizes: Sizes) -> float:
+        room = kv_tokens * changed.engine.kv_cache_gb / config.engine.kv_cache_gb
+        cache_bytes = min(int(room), together * longest) * token_bytes
+        return cache_bytes + engine_weights(changed, sizes.trained_bytes)
+
     return [
         checks.judge_context(
             max(map(len, paths)),
@@ -258,7 +248,7 @@ def _judge_sizes(parts: Components, attempts_with_turns: list[Trajectory]) -> li
             is_tiny=config.model.name == "tiny",
         ),
         checks.judge_kv_cache(together, longest, kv_tokens, token_bytes, config.engine.max_running),
-        checks.judge_memory(needed, free, turned, combined),
+        check_memory_room(config, parts.model, load_of, engine_of),
     ]
 
 

@@ -1,36 +1,66 @@
-"""Changes of a recipe that save memory, one by one and together. The modules that know the model
-(`diagnostics`, `sft_diagnostics`) compute what each saves."""
+"""Whether a recipe's training fits the free memory of this machine, and which changes of the recipe
+save memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Literal, TypeVar
+from typing import Literal
 
-from agentevo.config import RunConfig
+from transformers import PreTrainedModel
+
+from agentevo.config import ParallelSection, RunConfig
+from agentevo.models.token_rows import causal_model
+from agentevo.runs.doctor.checks import MEMORY_ROOM, Check, judge_memory
+from agentevo.runs.doctor.memory_estimate import (
+    Load,
+    Sizes,
+    process_terms,
+    sizes_of,
+    total,
+    weight_bytes,
+)
+from agentevo.runs.doctor.unloaded_policy import shape_policy
+from agentevo.runtime import devices
 
 RANK = 16
 """The rank of the proposed adapters."""
-MAX_COMBINED = 3
-"""The maximum number of measures that are proposed together."""
-
-Measures = Mapping[str, RunConfig]
-"""Maps a measure, as overrides separated by blanks, to the recipe with that measure."""
-T = TypeVar("T")
 
 
-def remember_by_model(make: Callable[[RunConfig], T]) -> Callable[[RunConfig], T]:
-    """A function that calls `make` once for each model, because `make` reads only the model of a
-    recipe."""
-    results: dict[str, T] = {}
+def check_memory_room(
+    config: RunConfig,
+    model: PreTrainedModel,
+    load_of: Callable[[RunConfig], Load],
+    engine_of: Callable[[RunConfig, Sizes], float],
+    section: Literal["trainer", "sft"] = "trainer",
+) -> Check:
+    """Judges the memory that training needs in addition to the loaded `model`. `load_of` and
+    `engine_of`: the largest micro-batch, and the bytes of the engine, of the recipe with one of the
+    measures. `section`: see `list_measures`."""
+    loaded_bytes = weight_bytes(model)
+    sizes_by_model = {config.model.model_dump_json(): sizes_of(model)}
 
-    def make_once(config: RunConfig) -> T:
-        key = config.model.model_dump_json()
-        if key not in results:
-            results[key] = make(config)
-        return results[key]
+    def needs(changed: RunConfig) -> dict[str, float]:
+        key = changed.model.model_dump_json()
+        if key not in sizes_by_model:
+            shape = causal_model(model).config
+            sizes_by_model[key] = sizes_of(shape_policy(changed, shape))
 
-    return make_once
+        sizes = sizes_by_model[key]
+        terms = process_terms(
+            _change(changed, "trainer", parallel=ParallelSection()), sizes, load=load_of(changed)
+        )
+        terms["weights"] -= loaded_bytes
+        return terms | {"engine": engine_of(changed, sizes)}
+
+    needed = needs(config)
+    free = devices.memory(model.device)[0]
+    measures = {}
+    if total(needed) > MEMORY_ROOM * free:
+        measures = list_measures(config, not devices.is_accelerator(model.device), section)
+
+    turned = {change: total(needs(changed)) for change, changed in measures.items()}
+    return judge_memory(needed, free, turned)
 
 
 def list_measures(
@@ -81,70 +111,6 @@ def list_measures(
             changed["rollout.policy=mask"] = _change(config, "rollout", policy="mask")
 
     return changed | _list_adapters(config)
-
-
-def kind_of(change: str) -> str:
-    """The keys of a measure, without their values."""
-    return " ".join(word.partition("=")[0] for word in change.split())
-
-
-def weigh_measures(
-    config: RunConfig,
-    list_for: Callable[[RunConfig], Measures],
-    needs: Callable[[RunConfig], float],
-    room: float,
-) -> tuple[dict[str, float], tuple[str, float] | None]:
-    """The bytes that a recipe needs with each single measure, and the result of `find_combination`
-    if no single measure is enough. Empty and None for a recipe that needs no measure."""
-    if needs(config) <= room:
-        return {}, None
-
-    needs_by_change = {change: needs(changed) for change, changed in list_for(config).items()}
-    is_enough = any(needed <= room for needed in needs_by_change.values())
-    return needs_by_change, None if is_enough else find_combination(config, list_for, needs, room)
-
-
-def find_combination(
-    config: RunConfig,
-    list_for: Callable[[RunConfig], Measures],
-    needs: Callable[[RunConfig], float],
-    room: float,
-) -> tuple[str, float] | None:
-    """The cheapest two or three measures with which the recipe needs at most `room` bytes, and the
-    bytes that it then needs. None if there are no such measures. The cost of a measure is the rank
-    of its kind in the list, which begins with the cheapest. `list_for`: returns the measures that a
-    recipe does not have yet."""
-    kinds = list(dict.fromkeys(map(kind_of, list_for(config))))
-    cost = {kind: rank for rank, kind in enumerate(kinds, start=1)}
-
-    combinations = [
-        (sum(cost[kind_of(change)] for change in changes), " ".join(changes), changed)
-        for changes, changed in _combine(config, list_for, cost)
-        if len(changes) > 1
-    ]
-    for _, change, changed in sorted(combinations, key=lambda entry: entry[0]):
-        needed = needs(changed)
-        if needed <= room:
-            return change, needed
-
-    return None
-
-
-def _combine(
-    config: RunConfig,
-    list_for: Callable[[RunConfig], Measures],
-    cost: Mapping[str, int],
-    taken: tuple[str, ...] = (),
-) -> Iterator[tuple[tuple[str, ...], RunConfig]]:
-    """Combinations of measures of different kinds, in the order of their costs, each with the
-    recipe that has them. `list_for` lists a measure again only if it fits the measures before
-    it."""
-    last = cost[kind_of(taken[-1])] if taken else 0
-    for change, changed in list_for(config).items():
-        if cost.get(kind_of(change), 0) > last:
-            yield (*taken, change), changed
-            if len(taken) + 1 < MAX_COMBINED:
-                yield from _combine(changed, list_for, cost, (*taken, change))
 
 
 def _list_adapters(config: RunConfig) -> dict[str, RunConfig]:

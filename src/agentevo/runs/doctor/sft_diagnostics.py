@@ -3,21 +3,15 @@ would, and judges rows and memory."""
 
 from __future__ import annotations
 
-from functools import partial
-
-from transformers import PreTrainedModel
-
 from agentevo.config import RunConfig, SFTSection
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.compute.positions import context_length
 from agentevo.models.files.load import LoadedModel
 from agentevo.observability import LiveView
 from agentevo.runs.doctor import checks
-from agentevo.runs.doctor import group_checks as measure
 from agentevo.runs.doctor.checks import Check
-from agentevo.runs.doctor.memory_estimate import Load, total, training_bytes
-from agentevo.runs.doctor.memory_measures import list_measures, weigh_measures
-from agentevo.runs.doctor.unloaded_policy import variant_needs
+from agentevo.runs.doctor.memory_estimate import Load
+from agentevo.runs.doctor.memory_measures import check_memory_room
 from agentevo.runs.orchestration.components import check_memory, load_policy
 from agentevo.runs.orchestration.conversations import SFTData, check_sft_data, load_sft_data
 from agentevo.runtime.seeds import derive_seed
@@ -64,34 +58,19 @@ def _judge_memory(config: RunConfig, loaded: LoadedModel, data: SFTData) -> Chec
         :LARGEST_BATCHES
     ]
     samples = [data.batch(names) for names in largest]
-    device = loaded.model.device
 
-    def needs(turned: RunConfig, model: PreTrainedModel) -> dict[str, float]:
-        loads = [_load(batch, turned.sft, on_cpu=device.type == "cpu") for batch in samples]
-        return max((training_bytes(model, load, turned.memory) for load in loads), key=total)
+    def load_of(changed: RunConfig) -> Load:
+        on_cpu = loaded.model.device.type == "cpu"
+        return max(_load(batch, changed.sft, on_cpu=on_cpu) for batch in samples)
 
-    needs_in_all = variant_needs(config, loaded.model, needs)
-    needed = needs(config, loaded.model)
-    free = measure.free_bytes(device)
-    list_for = partial(list_measures, on_cpu=device.type == "cpu", section="sft")
-    turned, together = weigh_measures(config, list_for, needs_in_all, checks.MEMORY_ROOM * free)
-    return checks.judge_memory(needed, free, turned, together)
+    return check_memory_room(config, loaded.model, load_of, lambda changed, sizes: 0.0, "sft")
 
 
 def _load(batch: list[Sample], section: SFTSection, *, on_cpu: bool) -> Load:
     """The load of the largest micro-batch."""
     merge = section.prefix_merging
-    split = split_by_tokens([s.ids for s in batch], section.micro_batch_tokens, merge=merge)
     loads = []
-    for part in split:
+    for part in split_by_tokens([s.ids for s in batch], section.micro_batch_tokens, merge=merge):
         nodes = build_tree([batch[i].ids for i in part], merge=merge).num_nodes
-        loads.append(
-            Load(
-                nodes,
-                min(nodes, sum(batch[i].num_trained for i in part)),
-                len(split) == 1,
-                on_cpu,
-            )
-        )
-
-    return max(loads, key=lambda load: load.tokens)
+        loads.append(Load(nodes, min(nodes, sum(batch[i].num_trained for i in part)), on_cpu))
+    return max(loads)

@@ -4,7 +4,6 @@ it has in training, on the device `meta`. Only the model's config.json is read."
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -17,9 +16,6 @@ from agentevo.models.compute.attention import prepare
 from agentevo.models.config_overrides import model_config
 from agentevo.models.files.load import make_hollow
 from agentevo.models.files.resolve import fetch_config
-from agentevo.models.token_rows import causal_model
-from agentevo.runs.doctor.memory_estimate import total, weight_bytes
-from agentevo.runs.doctor.memory_measures import remember_by_model
 from agentevo.runs.orchestration.components import load_policy
 
 PACKED_BYTES = {"8bit": 1.0, "4bit": 1 / 2 + 1 / 64 + 4 / (64 * 256)}
@@ -55,26 +51,6 @@ def shape_policy(config: RunConfig, shape: PretrainedConfig) -> PreTrainedModel:
             layer.weight = nn.Parameter(torch.empty(num_bytes, dtype=torch.uint8), False)
 
     return prepare(adapted)
-
-
-def variant_needs(
-    config: RunConfig,
-    model: PreTrainedModel,
-    needs: Callable[[RunConfig, PreTrainedModel], Mapping[str, float]],
-) -> Callable[[RunConfig], float]:
-    """A function that estimates the bytes of a variant of `config`: the sum of `needs`, plus the
-    bytes by which the variant's weights exceed those of `model`, the loaded model of `config`."""
-    shape = causal_model(model).config
-    shape_changed = remember_by_model(lambda changed: shape_policy(changed, shape))
-
-    def total_needs(changed: RunConfig) -> float:
-        if changed.model == config.model:
-            return total(needs(changed, model))
-        other_model = shape_changed(changed)
-        extra_weights = weight_bytes(other_model) - weight_bytes(model)
-        return total(needs(changed, other_model)) + extra_weights
-
-    return total_needs
 
 
 def _packed_layers(model: PreTrainedModel) -> list[nn.Linear]:
