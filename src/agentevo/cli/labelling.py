@@ -71,8 +71,11 @@ def annotate(
 
     refuse_options(context, "is for --agreement: add it", ("passed_from",))
 
-    from agentevo.runs.folder.annotations import read_annotations
-    from agentevo.runs.folder.labelling import attempts_to_label, pairs_to_compare
+    from agentevo.runs.folder.annotations import (
+        attempts_to_label,
+        pairs_to_compare,
+        read_annotations,
+    )
     from agentevo.runs.folder.run_folder import check_run_folder, read_store
 
     folder = check_run_folder(run_dir)
@@ -130,7 +133,7 @@ class _LabellingSession:
 
     def ask_attempts(self, names: Sequence[str]) -> None:
         """One after the other, until the last, `q`, or the end of stdin."""
-        from agentevo.runs.folder.labelling import annotation_of
+        from agentevo.runs.folder.annotations import annotation_of
 
         def take_back(name: str) -> None:
             self._keep(annotation_of(self._attempt(name), **self._signature()))
@@ -139,7 +142,7 @@ class _LabellingSession:
 
     def ask_pairs(self, pairs: Sequence[tuple[str, str]]) -> None:
         """Asks which of two attempts is better, for each pair."""
-        from agentevo.runs.folder.labelling import preference_of
+        from agentevo.runs.folder.annotations import preference_of
 
         def take_back(pair: tuple[str, str]) -> None:
             first, second = map(self._attempt, pair)
@@ -196,7 +199,7 @@ class _LabellingSession:
     ) -> Annotation | None:
         """What an answer says, added to what the answer before said of the attempt; None for a word
         that is none, and for what can't be kept."""
-        from agentevo.runs.folder.labelling import annotation_of
+        from agentevo.runs.folder.annotations import annotation_of
 
         letter, _, rest = word.partition(" ")
         verdict = ""
@@ -228,7 +231,7 @@ class _LabellingSession:
         return annotation if annotation.says_something else None
 
     def _ask_pair(self, pair: tuple[str, str], heading: str) -> str:
-        from agentevo.runs.folder.labelling import preference_of
+        from agentevo.runs.folder.annotations import preference_of
 
         first, second = map(self._attempt, pair)
         _show(first, f"{heading}, number 1")

@@ -27,8 +27,7 @@ from agentevo.runs.doctor import group_checks as measure
 from agentevo.runs.doctor.checks import Check
 from agentevo.runs.doctor.memory_estimate import Load, Sizes, engine_weights
 from agentevo.runs.doctor.memory_measures import check_memory_room
-from agentevo.runs.doctor.services import check_services, has_problem
-from agentevo.runs.doctor.store_check import check_store_server
+from agentevo.runs.doctor.services import check_services, check_store_server, has_problem
 from agentevo.runs.orchestration.agent_policies import players
 from agentevo.runs.orchestration.components import Components, check_memory, open_components
 from agentevo.runs.orchestration.players import check_named, find_agent
@@ -38,7 +37,7 @@ from agentevo.types import Task, Trajectory
 
 
 def check_recipe(config: RunConfig, checkpoint: Path | None = None) -> list[Check]:
-    """Checks the servers that the recipe needs (`services`, `store_check`), and plays the group of
+    """Checks the servers that the recipe needs (`services`), and plays the group of
     the first training task with the recipe's settings. Raises like `train` for a model that can't
     be loaded."""
     services = [*check_services(config), *check_store_server(config)]
