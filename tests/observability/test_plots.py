@@ -153,7 +153,7 @@ def test_characters_that_latin_fonts_lack_come_from_another_one_or_are_warned_of
 
 
 def test_a_chart_has_a_title_in_words_and_none_is_cut():
-    assert title_of("critic/score/mean") == "Reward"
+    assert title_of("critic/score/mean") == "Reward in training"
     assert (
         title_of("val-core/frozen_lake/success/greedy") == "Held-out success, greedy: frozen_lake"
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agentevo.observability.chart_lines import MOST_POINTS, chart_of, thin_peaks
+from agentevo.observability.chart_lines import MOST_POINTS, TITLES, chart_of, thin_peaks
 from agentevo.observability.metrics import (
     RESERVED,
     EvaluationMetrics,
@@ -17,45 +17,31 @@ from agentevo.observability.metrics import (
 )
 from agentevo.observability.metrics_table import Measured, MetricsTable
 from agentevo.observability.pages.charts import Chart, ChartLine
+from agentevo.observability.run_now import PHASES
 
-LEARNING = (
-    ("train/success", "Success in training"),
-    ("critic/score/mean", "Reward in training"),
-)
-SUPERVISED = (
-    ("sft/loss", "Loss of the batches, nats a token"),
-    ("sft/eval/loss", "Loss of held-out conversations, nats a token"),
-    ("sft/eval/token_accuracy", "Held-out tokens ranked first"),
-)
+LEARNING = ("train/success", "critic/score/mean")
+SUPERVISED = ("sft/loss", "sft/eval/loss", "sft/eval/token_accuracy")
 OPTIMISATION = (
-    ("actor/grad_norm", "Gradient norm before clipping"),
-    ("actor/entropy", "Entropy, nats a token"),
-    ("actor/ppo_kl", "KL to the sampling policy, nats a token"),
-    ("actor/pg_clipfrac", "Clipped tokens, share"),
-    ("group/reward_std/mean", "Spread of rewards inside groups"),
-    ("group/zero_std_ratio", "Groups whose rewards are all equal, share"),
-    ("critic/vf_explained_var", "Returns that the critic predicts, share of variance"),
-    ("process_reward/accuracy", "Outcomes that the process reward predicts"),
-    ("preference/rewards/accuracies", "Pairs in the right order"),
-    ("staleness/mean", "Staleness, versions"),
+    "actor/grad_norm",
+    "actor/entropy",
+    "actor/ppo_kl",
+    "actor/pg_clipfrac",
+    "group/reward_std/mean",
+    "group/zero_std_ratio",
+    "critic/vf_explained_var",
+    "process_reward/accuracy",
+    "preference/rewards/accuracies",
+    "staleness/mean",
 )
-LENGTHS = (
-    ("prompt_length/mean", "Tokens of a prompt"),
-    ("num_turns/mean", "Turns of an attempt"),
-    ("response_length/clip_ratio", "Completions cut by the limit, share"),
-)
+LENGTHS = ("prompt_length/mean", "num_turns/mean", "response_length/clip_ratio")
 SPEED = (
     ("perf/throughput", "whole step"),
     ("engine/tokens_per_s", "engine, new tokens"),
     ("perf/tokens_per_s_logical", "trainer"),
 )
 TIMES = (
-    ("timing_s/gen", "sampling"),
-    ("timing_s/adv", "rewards and advantages"),
-    ("timing_s/update_actor", "update"),
-    ("timing_s/update_weights", "publishing weights"),
+    *((f"timing_s/{phase}", name) for phase, name in PHASES),
     ("timing_s/save_checkpoint", "checkpoints"),
-    ("timing_s/testing", "evaluation"),
 )
 PARTS = "reward_parts/"
 MOST_PARTS = 8
@@ -94,7 +80,7 @@ def report_charts(
     """All of a run's charts. `rows` are those whose columns `run` has."""
     lengths = together(
         run,
-        "Tokens of a completion",
+        TITLES["response_length/mean"],
         [("response_length/mean", "mean")],
         band=("response_length/min", "response_length/max"),
     )
@@ -128,8 +114,8 @@ def report_charts(
     )
 
 
-def _singles(run: Measured, shown: Sequence[tuple[str, str]]) -> list[Chart]:
-    return [chart for name, title in shown if (chart := chart_of(run, name, title))]
+def _singles(run: Measured, metrics: Sequence[str]) -> list[Chart]:
+    return [chart for metric in metrics if (chart := chart_of(run, metric))]
 
 
 def together(

@@ -93,7 +93,7 @@ class TrajectoryReplay(msgspec.Struct, kw_only=True):
 
     def keep_first(self, *differences: Difference | None) -> None:
         """Keeps the first of these differences and of those before."""
-        known = [found for found in (self.difference, *differences) if found is not None]
+        known = [each for each in (self.difference, *differences) if each is not None]
         self.difference = min(known, key=lambda difference: difference.place, default=None)
 
     def line(self) -> str:

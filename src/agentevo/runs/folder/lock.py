@@ -21,7 +21,7 @@ def only_trainer(folder: Path) -> Iterator[None]:
     """Locks the folder, because two trainers of the same run would undo each other's steps."""
     taken = f"{short(folder)}: another process trains there: stop it first, or give another run.dir"
     remedy = "make room, make the folder writable, or give another run.dir"
-    with _locked(folder / LOCK, taken, f", so no run can train there: {remedy}"):
+    with _hold(folder / LOCK, taken, f", so no run can train there: {remedy}"):
         yield
 
 
@@ -46,12 +46,12 @@ def locked_output(folder: Path, lock_name: str, doing: str) -> Iterator[None]:
         ) from error
 
     taken = f"{folder}: another process {doing} there: wait for it, or {remedy}"
-    with _locked(folder / lock_name, taken, f": {remedy}"):
+    with _hold(folder / lock_name, taken, f": {remedy}"):
         yield
 
 
 @contextmanager
-def _locked(path: Path, taken: str, remedy: str) -> Iterator[None]:
+def _hold(path: Path, taken: str, remedy: str) -> Iterator[None]:
     """The lock ends with the process, in whatever way the process ends."""
     lock = FileLock(path, timeout=0)
     try:
