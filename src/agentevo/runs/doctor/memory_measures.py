@@ -4,12 +4,13 @@ save memory."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
+from contextlib import suppress
 from typing import Literal
 
 from transformers import PreTrainedModel
 
-from agentevo.config import ParallelSection, RunConfig
+from agentevo.config import ParallelSection, RunConfig, build_config, to_yaml
+from agentevo.errors import AgentEvoError
 from agentevo.models.token_rows import causal_model
 from agentevo.runs.doctor.checks import MEMORY_ROOM, Check, judge_memory
 from agentevo.runs.doctor.memory_estimate import (
@@ -22,9 +23,12 @@ from agentevo.runs.doctor.memory_estimate import (
 )
 from agentevo.runs.doctor.unloaded_policy import shape_policy
 from agentevo.runtime import devices
+from agentevo.runtime.parsing import parse_yaml
 
 RANK = 16
 """The rank of the proposed adapters."""
+MIN_TOKENS = 1024
+"""The smallest micro-batch that is proposed."""
 
 
 def check_memory_room(
@@ -36,103 +40,57 @@ def check_memory_room(
 ) -> Check:
     """Judges the memory that training needs in addition to the loaded `model`. `load_of` and
     `engine_of`: the largest micro-batch, and the bytes of the engine, of the recipe with one of the
-    measures. `section`: see `list_measures`."""
+    measures. `section`: the section that trains."""
     loaded_bytes = weight_bytes(model)
     sizes_by_model = {config.model.model_dump_json(): sizes_of(model)}
 
     def needs(changed: RunConfig) -> dict[str, float]:
         key = changed.model.model_dump_json()
         if key not in sizes_by_model:
-            shape = causal_model(model).config
-            sizes_by_model[key] = sizes_of(shape_policy(changed, shape))
+            sizes_by_model[key] = sizes_of(shape_policy(changed, causal_model(model).config))
 
         sizes = sizes_by_model[key]
-        terms = process_terms(
-            _change(changed, "trainer", parallel=ParallelSection()), sizes, load=load_of(changed)
-        )
+        trainer = changed.trainer.model_copy(update={"parallel": ParallelSection()})
+        alone = changed.model_copy(update={"trainer": trainer})
+        terms = process_terms(alone, sizes, load=load_of(changed))
         terms["weights"] -= loaded_bytes
         return terms | {"engine": engine_of(changed, sizes)}
 
     needed = needs(config)
     free = devices.memory(model.device)[0]
-    measures = {}
+    turned: dict[str, float] = {}
     if total(needed) > MEMORY_ROOM * free:
-        measures = list_measures(config, not devices.is_accelerator(model.device), section)
+        tree = parse_yaml(to_yaml(config))
+        for change in list_measures(config, not devices.is_accelerator(model.device), section):
+            # some contradict the recipe, or need a package that is missing
+            with suppress(AgentEvoError):
+                changed = build_config(tree, change.split(), needs_environment=False)
+                turned[change] = total(needs(changed))
 
-    turned = {change: total(needs(changed)) for change, changed in measures.items()}
-    return judge_memory(needed, free, turned)
+    saving = {change: size for change, size in turned.items() if size < total(needed)}
+    return judge_memory(needed, free, saving)
 
 
-def list_measures(
-    config: RunConfig, on_cpu: bool, section: Literal["trainer", "sft"] = "trainer"
-) -> dict[str, RunConfig]:
-    """Measures that save memory and that the recipe does not have yet, the cheapest first. A change
-    of degree is listed several times, with smaller and smaller values. `section`: the section that
-    trains; `sft` has neither engine nor critic."""
-    memory = config.memory
-    changed = {}
+def list_measures(config: RunConfig, on_cpu: bool, section: Literal["trainer", "sft"]) -> list[str]:
+    """Overrides that may save memory, the cheapest first; several are separated by blanks."""
+    measures = []
     tokens = getattr(config, section).micro_batch_tokens
-    while (tokens := tokens // 2) >= 1024:
-        changed[f"{section}.micro_batch_tokens={tokens}"] = _change(
-            config, section, micro_batch_tokens=tokens
-        )
+    while (tokens := tokens // 2) >= MIN_TOKENS:
+        measures.append(f"{section}.micro_batch_tokens={tokens}")
 
-    if memory.checkpointing == "none" and not memory.offload_activations:
-        changed["memory.checkpointing=selective"] = _change(
-            config, "memory", checkpointing="selective"
-        )
+    measures += ["memory.checkpointing=selective", "memory.checkpointing=full"]
+    if config.engine.kv_cache_tokens is None:
+        measures.append(f"engine.kv_cache_gb={config.engine.kv_cache_gb / 2:g}")
 
-    if memory.checkpointing != "full":
-        changed["memory.checkpointing=full"] = _change(config, "memory", checkpointing="full")
+    measures.append("memory.optimizer=adamw_8bit")
+    if not on_cpu:
+        measures += ["memory.offload_optimizer=true", "memory.offload_activations=true"]
 
-    cache = config.engine.kv_cache_gb
-    if section == "trainer" and config.engine.kv_cache_tokens is None:
-        changed[f"engine.kv_cache_gb={cache / 2:g}"] = _change(
-            config, "engine", kv_cache_gb=cache / 2
-        )
+    measures += ["critic.trunk=shared", "rollout.sharing=turns", "rollout.policy=mask"]
+    quantize = "model.lora.quantize=4bit"
+    if config.model.lora.enabled:
+        measures.append(quantize)
+    elif config.model.name != "tiny":
+        measures += [f"model.lora.rank={RANK}", f"model.lora.rank={RANK} {quantize}"]
 
-    if memory.optimizer == "adamw":
-        changed["memory.optimizer=adamw_8bit"] = _change(config, "memory", optimizer="adamw_8bit")
-
-    for key in () if on_cpu else ("offload_optimizer", "offload_activations"):
-        if key not in memory.offloads and not (
-            key == "offload_activations" and memory.checkpointing == "selective"
-        ):
-            changed[f"memory.{key}=true"] = _change(config, "memory", **{key: True})
-
-    if section == "trainer" and config.critic.trunk == "own" and "values" in config.algorithm.needs:
-        changed["critic.trunk=shared"] = _change(config, "critic", trunk="shared")
-
-    rollout = config.rollout
-    if section == "trainer" and rollout.staleness and not rollout.samplers:
-        if rollout.sharing == "overlap" and rollout.transport is None:
-            changed["rollout.sharing=turns"] = _change(config, "rollout", sharing="turns")
-        if rollout.policy == "wait":
-            changed["rollout.policy=mask"] = _change(config, "rollout", policy="mask")
-
-    return changed | _list_adapters(config)
-
-
-def _list_adapters(config: RunConfig) -> dict[str, RunConfig]:
-    """LoRA, and LoRA on a base model in 4 bits, if PEFT is installed and the recipe allows it."""
-    is_unsupported = config.model.name == "tiny" or config.trainer.parallel.pipeline > 1
-    if find_spec("peft") is None or is_unsupported:
-        return {}
-
-    lora = config.model.lora
-    quantize_4bit = "model.lora.quantize=4bit"
-    if lora.enabled:
-        is_unquantized = lora.quantize == "none"
-        return {quantize_4bit: _change_lora(config, quantize="4bit")} if is_unquantized else {}
-
-    rank = f"model.lora.rank={RANK}"
-    adapted = _change_lora(config, rank=RANK)
-    return {rank: adapted, f"{rank} {quantize_4bit}": _change_lora(adapted, quantize="4bit")}
-
-
-def _change_lora(config: RunConfig, **values: object) -> RunConfig:
-    return _change(config, "model", lora=config.model.lora.model_copy(update=values))
-
-
-def _change(config: RunConfig, section: str, **values: object) -> RunConfig:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+    return measures
