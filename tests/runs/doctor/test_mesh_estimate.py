@@ -17,10 +17,10 @@ from agentevo.runs.doctor.memory_estimate import (
     process_terms,
     sizes_of,
     total,
+    unloaded_policy,
 )
 from agentevo.runs.doctor.mesh_estimate import ROOM, check_meshes, estimate_mesh, estimate_meshes
 from agentevo.runs.doctor.mesh_step import check_mesh_step
-from agentevo.runs.doctor.unloaded_policy import unloaded_policy
 
 MEMORY = 80 * GIB
 

@@ -2,7 +2,8 @@
 the numbers (`checks`).
 
 The policy is the recipe's as it is before any training, or a checkpoint of it. The group's
-trajectories go to a temporary store; the run's folder is neither created nor touched.
+trajectories go to a temporary store; the run's folder is neither created nor touched. Of a recipe
+for `agentevo sft`, the conversations are read and encoded as training would.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from agentevo.config import EnvironmentAgentSection, RunConfig
+from agentevo.config import EnvironmentAgentSection, RunConfig, SFTSection
 from agentevo.config.named_agents import trained_agents
 from agentevo.inference.conversations.conversation import Conversation
 from agentevo.inference.embedded.kv_cache import kv_bytes_per_token
 from agentevo.inference.engine import Engine
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.compute.positions import context_length
+from agentevo.models.files.load import LoadedModel
+from agentevo.observability import LiveView
 from agentevo.observability.remedies import remedies_of
 from agentevo.rollout.group import RolloutGroup
 from agentevo.rollout.sampler import Player, Sampler
@@ -29,11 +33,23 @@ from agentevo.runs.doctor.memory_estimate import Load, Sizes, engine_weights
 from agentevo.runs.doctor.memory_measures import check_memory_room
 from agentevo.runs.doctor.services import check_services, check_store_server, has_problem
 from agentevo.runs.orchestration.agent_policies import players
-from agentevo.runs.orchestration.components import Components, check_memory, open_components
+from agentevo.runs.orchestration.components import (
+    Components,
+    check_memory,
+    load_policy,
+    open_components,
+)
+from agentevo.runs.orchestration.conversations import SFTData, check_sft_data, load_sft_data
 from agentevo.runs.orchestration.players import check_named, find_agent
 from agentevo.runtime.event_loop import run_coroutine
+from agentevo.runtime.seeds import derive_seed
+from agentevo.training.batching.partition import split_by_tokens
+from agentevo.training.supervised import plan_batches
 from agentevo.training.tree import build_tree
-from agentevo.types import Task, Trajectory
+from agentevo.types import Sample, Task, Trajectory
+
+LARGEST_BATCHES = 8
+"""The number of batches, those with most tokens, among which the largest in memory is sought."""
 
 
 def check_recipe(config: RunConfig, checkpoint: Path | None = None) -> list[Check]:
@@ -253,3 +269,55 @@ def _judge_sizes(parts: Components, attempts_with_turns: list[Trajectory]) -> li
 
 def _context_length(parts: Components) -> int:
     return context_length(parts.model.config)
+
+
+def check_sft_recipe(config: RunConfig) -> list[Check]:
+    """The checks of a recipe for `agentevo sft`. Creates nothing. Raises like `sft` for data that
+    can't be read and a model that can't be loaded."""
+    check_sft_data(config)
+    check_memory(config)
+    loaded = load_policy(config, None)
+    chat = (
+        None
+        if config.environment is None
+        else ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+    )
+    context = context_length(loaded.model.config)
+    data = load_sft_data(config, loaded.tokenizer, chat, context, LiveView(config.run.name))
+    lengths = [
+        len(row.ids) for rows in (*data.train.values(), *data.held_out.values()) for row in rows
+    ]
+
+    return [
+        checks.judge_rows(
+            sum(report.rows for report in data.reports),
+            sum(len(report.bad) for report in data.reports),
+        ),
+        checks.judge_lengths(lengths, context),
+        _judge_sft_memory(config, loaded, data),
+    ]
+
+
+def _judge_sft_memory(config: RunConfig, loaded: LoadedModel, data: SFTData) -> Check:
+    sizes = data.sizes()
+    batches = plan_batches(sizes, config.sft, derive_seed(config.run.seed, "sft-order"))
+    largest = sorted(batches, key=lambda names: sum(sizes[name] for name in names), reverse=True)[
+        :LARGEST_BATCHES
+    ]
+    samples = [data.batch(names) for names in largest]
+
+    def load_of(changed: RunConfig) -> Load:
+        on_cpu = loaded.model.device.type == "cpu"
+        return max(_load(batch, changed.sft, on_cpu=on_cpu) for batch in samples)
+
+    return check_memory_room(config, loaded.model, load_of, lambda changed, sizes: 0.0, "sft")
+
+
+def _load(batch: list[Sample], section: SFTSection, *, on_cpu: bool) -> Load:
+    """The load of the largest micro-batch."""
+    merge = section.prefix_merging
+    loads = []
+    for part in split_by_tokens([s.ids for s in batch], section.micro_batch_tokens, merge=merge):
+        nodes = build_tree([batch[i].ids for i in part], merge=merge).num_nodes
+        loads.append(Load(nodes, min(nodes, sum(batch[i].num_trained for i in part)), on_cpu))
+    return max(loads)

@@ -17,11 +17,11 @@ from agentevo.runs.doctor.memory_estimate import (
     Load,
     Sizes,
     process_terms,
+    shape_policy,
     sizes_of,
     total,
     weight_bytes,
 )
-from agentevo.runs.doctor.unloaded_policy import shape_policy
 from agentevo.runtime import devices
 from agentevo.runtime.parsing import parse_yaml
 

@@ -18,8 +18,8 @@ from agentevo.runs.doctor.memory_estimate import (
     process_terms,
     sizes_of,
     total,
+    unloaded_policy,
 )
-from agentevo.runs.doctor.unloaded_policy import unloaded_policy
 from agentevo.runs.orchestration.checks import check_processes
 from agentevo.runtime.devices import find
 from agentevo.runtime.devices import memory as device_bytes
