@@ -231,7 +231,7 @@ def _child(given: dict[str, Any]) -> tuple[float, float]:
     items = [_sample(n, given["length"], rng, given["vocabulary"]) for n in range(given["samples"])]
     batches = [batch for _, batch in micro_batches(items, most, torch.device("cpu"))]
     largest = max(batches, key=lambda batch: batch.num_distinct)
-    load = Load(largest.num_distinct, len(largest.logit_nodes), on_cpu=True)
+    load = Load(largest.num_distinct, len(largest.logit_nodes), True, len(batches) == 1)
     keys = [f"memory.checkpointing={given['checkpointing']}"]
     config = build_config({"environment": {"type": "coins"}}, keys)
     predicted = total(process_terms(config, sizes_of(model), load=load)) - weight_bytes(model)

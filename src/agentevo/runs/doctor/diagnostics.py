@@ -248,7 +248,8 @@ def _judge_sizes(parts: Components, attempts_with_turns: list[Trajectory]) -> li
         trainer = changed.trainer
         tokens = min(math.ceil(per_step / trainer.minibatches), trainer.micro_batch_tokens)
         rows = math.ceil(tokens * min(1.0, num_sampled / max(1, per_step)))
-        return Load(tokens, rows, parts.model.device.type == "cpu")
+        is_single = tokens * trainer.minibatches >= per_step
+        return Load(tokens, rows, parts.model.device.type == "cpu", is_single)
 
     def engine_of(changed: RunConfig, sizes: Sizes) -> float:
         room = kv_tokens * changed.engine.kv_cache_gb / config.engine.kv_cache_gb
@@ -316,8 +317,11 @@ def _judge_sft_memory(config: RunConfig, loaded: LoadedModel, data: SFTData) -> 
 def _load(batch: list[Sample], section: SFTSection, *, on_cpu: bool) -> Load:
     """The load of the largest micro-batch."""
     merge = section.prefix_merging
+    split = split_by_tokens([s.ids for s in batch], section.micro_batch_tokens, merge=merge)
     loads = []
-    for part in split_by_tokens([s.ids for s in batch], section.micro_batch_tokens, merge=merge):
+    for part in split:
         nodes = build_tree([batch[i].ids for i in part], merge=merge).num_nodes
-        loads.append(Load(nodes, min(nodes, sum(batch[i].num_trained for i in part)), on_cpu))
+        rows = min(nodes, sum(batch[i].num_trained for i in part))
+        loads.append(Load(nodes, rows, on_cpu, len(split) == 1))
+
     return max(loads)

@@ -108,6 +108,8 @@ class Load(NamedTuple):
     rows: int
     """Nodes whose prediction is trained."""
     on_cpu: bool
+    single: bool = False
+    """Whether an optimizer step has no other."""
 
 
 @dataclass(frozen=True)
@@ -315,6 +317,9 @@ def process_terms(
 
     activations, logits = _pass_bytes(config, sizes, stage, load)
     others = other_models(config, copy, copy + gradients + optimizer)
+    if load.single:  # gradients appear as activations are freed
+        gradients = max(0.0, gradients - activations - logits)
+
     parts = (weights, gradients, optimizer, activations, logits, others, 0.0)
     return dict(zip(TERMS, parts, strict=True))
 
