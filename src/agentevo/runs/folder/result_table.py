@@ -153,10 +153,7 @@ def markdown(rows: Sequence[ResultRow]) -> str:
         ("optimal player", lambda row: _percent(row.figure("optimal"), spread=False)),
         ("held-out tasks", lambda row: _same(result.tasks for result in row.results)),
         ("steps", lambda row: _same(result.steps for result in row.results)),
-        (
-            "time per run",
-            lambda row: _duration(statistics.fmean(result.wall_s for result in row.results)),
-        ),
+        ("time per run", lambda row: _duration(row.figure("wall_s"))),
     ]
     lines = [
         [title for title, _ in columns],
