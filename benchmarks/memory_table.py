@@ -20,9 +20,8 @@ from transformers import Qwen2Config
 
 from agentevo.config import RunConfig, build_config
 from agentevo.runs.doctor.checks import GIB
-from agentevo.runs.doctor.memory_estimate import total
-from agentevo.runs.doctor.mesh_estimate import ROOM, estimate_meshes, sizes_of
-from agentevo.runs.doctor.unloaded_policy import unloaded_policy
+from agentevo.runs.doctor.memory_estimate import sizes_of, total, unloaded_policy
+from agentevo.runs.doctor.mesh_estimate import ROOM, estimate_meshes
 
 SHAPES = {
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 MIB = 2**20
+LIBRARIES = 28 * MIB
+"""The memory of oneDNN and small allocations, measured from the first pass on."""
 CASES: dict[str, dict[str, Any]] = {
     "full fine-tuning": {},
     "full, checkpointing=selective": {"checkpointing": "selective"},
@@ -148,8 +150,7 @@ def _spread_child(given: dict[str, Any]) -> tuple[float, float]:
     from agentevo.config import AlgorithmSection, MemorySection, ParallelSection, build_config
     from agentevo.models.compute.activations import keep_activations
     from agentevo.models.compute.attention import prepare
-    from agentevo.runs.doctor.memory_estimate import FLOAT, LIBRARIES, total
-    from agentevo.runs.doctor.mesh_estimate import process_terms, sizes_of
+    from agentevo.runs.doctor.memory_estimate import FLOAT, process_terms, sizes_of, total
     from agentevo.training.distribute import spread
     from agentevo.training.mesh import make_meshes
     from agentevo.training.sharding.layouts import local
@@ -199,11 +200,18 @@ def _child(given: dict[str, Any]) -> tuple[float, float]:
         MemorySection,
         SFTSection,
         TrainerSection,
+        build_config,
     )
     from agentevo.models.compute.activations import keep_activations
     from agentevo.models.compute.adapters import add_adapter
     from agentevo.models.compute.attention import prepare
-    from agentevo.runs.doctor.memory_estimate import Load, total, training_bytes
+    from agentevo.runs.doctor.memory_estimate import (
+        Load,
+        process_terms,
+        sizes_of,
+        total,
+        weight_bytes,
+    )
     from agentevo.training.batching.passes import micro_batches
     from agentevo.training.supervised import SupervisedTrainer
     from agentevo.training.trainer import Trainer
@@ -223,7 +231,10 @@ def _child(given: dict[str, Any]) -> tuple[float, float]:
     items = [_sample(n, given["length"], rng, given["vocabulary"]) for n in range(given["samples"])]
     batches = [batch for _, batch in micro_batches(items, most, torch.device("cpu"))]
     largest = max(batches, key=lambda batch: batch.num_distinct)
-    load = Load(largest.num_distinct, len(largest.logit_nodes), len(batches) == 1, on_cpu=True)
+    load = Load(largest.num_distinct, len(largest.logit_nodes), True, len(batches) == 1)
+    keys = [f"memory.checkpointing={given['checkpointing']}"]
+    config = build_config({"environment": {"type": "coins"}}, keys)
+    predicted = total(process_terms(config, sizes_of(model), load=load)) - weight_bytes(model)
 
     trainer: Any
     if given["kind"] == "sft":
@@ -233,9 +244,8 @@ def _child(given: dict[str, Any]) -> tuple[float, float]:
             model, TrainerSection(micro_batch_tokens=most), AlgorithmSection(), memory=memory
         )
 
-    return total(training_bytes(model, load, memory)), float(
-        peak_bytes(lambda: [trainer.step(items) for _ in range(2)])
-    )
+    measured = float(peak_bytes(lambda: [trainer.step(items) for _ in range(2)]))
+    return predicted + LIBRARIES, measured
 
 
 def main() -> None:

@@ -19,10 +19,9 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from starlette.responses import Response
 
 from agentevo.observability.pages.navigation import run_url
-from agentevo.runs.folder.control import ACTIONS, Action, ControlSession, ask
+from agentevo.runs.folder.control import ACTIONS, Action, ControlSession, ask, session_of
 from agentevo.runs.folder.records import CHANGES, add_record, read_records
 from agentevo.runs.folder.run_state import RunView
-from agentevo.runs.folder.trainer_session import session_of
 from agentevo.runtime.event_loop import in_thread
 from agentevo_ui.access import Visitor
 from agentevo_ui.context import NotFoundError, dashboard, form_of, page, run_of, visitor

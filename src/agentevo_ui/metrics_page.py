@@ -75,7 +75,7 @@ async def new_metrics(
 async def series(request: Request, run: str, metric: str, x: Axis = "step") -> Response:
     """The numbers of a metric, in the form for charts.js."""
     view = await run_of(request, run)
-    chart = await in_thread(chart_of, view, metric, "", x)
+    chart = await in_thread(chart_of, view, metric, x)
     if chart is None:
         raise NotFoundError(f"This run has logged no {metric[:100]}.")
     return chart_json(chart)

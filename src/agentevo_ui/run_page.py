@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
 from agentevo.observability import run_now
-from agentevo.observability.chart_lines import TITLES, chart_of
+from agentevo.observability.chart_lines import MAIN, chart_of
 from agentevo.observability.pages.navigation import TABS
 from agentevo.runs.folder.run_state import RunView
 from agentevo.runtime.event_loop import in_thread
@@ -26,7 +26,7 @@ SHOWN_WARNINGS = 20
 async def now(request: Request, run: str) -> HTMLResponse:
     """The page with the current activity."""
     view = await run_of(request, run)
-    charts = [chart for name in TITLES if (chart := chart_of(view, name))]
+    charts = [chart for name in MAIN if (chart := chart_of(view, name))]
 
     return run_page(
         request,

@@ -80,7 +80,7 @@ def stopped_at_work(monkeypatch) -> None:
     for place in (
         "agentevo.api.run.open_components",
         "agentevo.runs.orchestration.run.open_components",
-        "agentevo.runs.audit.rebuilt_weights.open_components",
+        "agentevo.runs.audit.stored_weights.open_components",
         "agentevo.runs.doctor.diagnostics.open_components",
         "agentevo.runs.orchestration.reward_model.load_model",
         "agentevo.runs.processes.serve._serve",

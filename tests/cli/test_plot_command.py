@@ -14,9 +14,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from agentevo.config import build_config, to_yaml
-from agentevo.observability import comparison_plot
-from agentevo.observability.comparison_plot import LOOKS, write_comparison
+from agentevo.observability import plots
 from agentevo.observability.pages.charts import Chart, ChartLine
+from agentevo.observability.plots import LOOKS, write_comparison
 
 HELD_OUT = "val-core/coins/success/greedy"
 
@@ -56,7 +56,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Chart]:
         charts.extend(given)
         write_comparison(given, path)
 
-    monkeypatch.setattr(comparison_plot, "write_comparison", write)
+    monkeypatch.setattr(plots, "write_comparison", write)
     return charts
 
 

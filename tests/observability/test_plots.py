@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 import struct
 import subprocess
 import sys
@@ -16,10 +15,10 @@ from matplotlib.figure import Figure
 
 from agentevo.observability import plots
 from agentevo.observability.chart_lines import title_of
-from agentevo.observability.curves import smooth, wilson_interval
-from agentevo.observability.learning_curve import _title, draw_learning_curve
-from agentevo.observability.metrics import MetricsRow
-from agentevo.observability.panels import STYLE, fonts
+from agentevo.observability.metrics import MetricsRow, wilson_interval
+from agentevo.observability.pages.charts import Chart
+from agentevo.observability.plots import STYLE, fonts
+from agentevo.observability.report_charts import columns_of, report_charts
 
 ALL = ["learning_curve.png", "optimisation.png", "lengths.png", "throughput.png"]
 
@@ -67,93 +66,48 @@ def test_a_run_of_broken_numbers_draws_nothing_and_one_step_draws_all(
     assert [path.name for path in plots.write_plots(rows[:2], summary, tmp_path)] == ALL
 
 
-def drawn_curve(rows: list[MetricsRow], summary: Mapping[str, Any]) -> Figure:
-    figure = Figure()
-    assert draw_learning_curve(figure, rows, summary)
-    return figure
-
-
 def test_the_curve_holds_the_held_out_points_and_both_reference_levels(
     rows: list[MetricsRow], summary: Mapping[str, Any]
 ) -> None:
-    axes = drawn_curve(rows, summary).axes[0]
-    lines = {str(line.get_label()): line for line in axes.lines}
+    cold: MetricsRow = {"step": 0, "val-core/frozen_lake/success/greedy": 0.02}
+    rows = [cold, *rows]
+    charts = report_charts(columns_of(rows), rows, summary).learning
+    figure = Figure()
+    plots.draw(figure, charts, 2)
+    lines = {str(line.get_label()): line for line in figure.axes[0].lines}
     greedy = [
         (row["step"], row["val-core/frozen_lake/success/greedy"])
-        for row in rows
+        for row in rows[1:]
         if "val-core/frozen_lake/success/greedy" in row
     ]
-    held_out = lines["held-out, greedy"]
-    assert list(zip(held_out.get_xdata(), held_out.get_ydata(), strict=True)) == greedy
-
-    levels = {tuple(line.get_ydata()) for line in axes.lines if len(line.get_xdata()) == 2}
-    assert {(0.06, 0.06), (0.78, 0.78)} <= levels
-
-    texts = " ".join(text.get_text() for text in axes.texts)
-    for part in (
-        "before\n",
-        "after\n",
-        "random player",
-        "optimal player",
-        "before the cold start 2%",
-    ):
-        assert part in texts, part
-
-    assert axes.get_title(loc="right").startswith("held-out success")
+    drawn = lines["greedy"]
+    assert list(zip(drawn.get_xdata(), drawn.get_ydata(), strict=True)) == greedy
+    assert set(lines["random player"].get_ydata()) == {0.06}
+    assert set(lines["optimal player"].get_ydata()) == {0.78}
+    assert len({str(line.get_color()) + str(line.get_linestyle()) for line in lines.values()}) == 4
+    assert figure.axes[0].collections, "the 95% interval"
 
 
-def test_success_and_reward_have_axes_of_their_own(
-    rows: list[MetricsRow], summary: Mapping[str, Any]
+def test_the_title_says_what_ran_and_what_it_reached(
+    tmp_path: Path, summary: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figure = drawn_curve(rows, summary)
-    assert [axes.get_ylabel() for axes in figure.axes] == ["success rate", "mean reward"]
-    rewards_only: list[MetricsRow] = [
-        {"step": 1, "critic/score/mean": -3.0},
-        {"step": 2, "critic/score/mean": -2.0},
-    ]
-    assert [axes.get_ylabel() for axes in drawn_curve(rewards_only, {}).axes] == ["mean reward"]
+    titles = []
 
+    def write(charts: list[Chart], title: str) -> bytes:
+        titles.append(title)
+        return b""
 
-def test_the_evaluation_before_the_cold_start_is_not_taken_for_the_one_before_rl(
-    rows: list[MetricsRow], summary: Mapping[str, Any]
-) -> None:
-    cold: MetricsRow = {
-        "step": 0,
-        "val-core/frozen_lake/success/greedy": 0.02,
-        "val-core/frozen_lake/random": 0.06,
-    }
-    axes = drawn_curve([cold, {"step": 0, "cold_start/loss": 0.4}, *rows], summary).axes[0]
-    assert "held-out success 16% →" in axes.get_title(loc="right")
-
-
-def test_two_environments_are_told_apart() -> None:
+    monkeypatch.setattr(plots, "_png", write)
     rows: list[MetricsRow] = [
-        {
-            "step": step,
-            **{f"val-core/{name}/success/greedy": step / 20, f"val-core/{name}/random": 0.1},
-        }
-        for step in (0, 10)
-        for name in ("coins", "sokoban")
+        {"step": 0, "val-core/frozen_lake/success/greedy": 0.16},
+        {"step": 9, "val-core/frozen_lake/success/greedy": 0.63},
     ]
-    labels = {str(line.get_label()) for line in drawn_curve(rows, {}).axes[0].lines}
-    assert {"held-out coins, greedy", "held-out sokoban, greedy"} <= labels
-
-
-def test_times_of_one_step_in_two_rows_are_added(rows: list[MetricsRow]) -> None:
-    figure = Figure()
-    assert plots._throughput(figure, rows, {})
-
-    heights = {
-        container.get_label(): {
-            round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in container
-        }
-        for container in figure.axes[0].containers
-    }
-    assert [heights["evaluation"][step] for step in (0, 5, 10)] == [4.0, 0.0, 3.5]
-    assert heights["generation"][0] == 0.0
-    assert heights["generation"][10] == next(
-        row["timing_s/gen"] for row in rows if row["step"] == 10
-    )
+    about = {"environment": "frozen_lake", "model": "/home/me/models/a-model-1.5B"}
+    plots.write_plots(rows, about, tmp_path)
+    rows[1]["val-aux/frozen_lake/failed/greedy"] = 0.25
+    plots.write_plots(rows, about, tmp_path)
+    words = "frozen_lake, a-model-1.5B, held-out success 16% → 63%"
+    assert titles == [words, f"{words} (not comparable)"]
 
 
 @pytest.mark.slow
@@ -172,43 +126,6 @@ def test_no_global_plotting_state_is_touched(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-
-
-def test_smoothing_is_centred_and_leaves_gaps() -> None:
-    assert smooth([1.0, math.nan, 2.0, 9.0]) == pytest.approx(
-        [1.5, math.nan, 4.0, 5.5], nan_ok=True
-    )
-    step = smooth([0.0] * 10 + [1.0] * 10)
-    assert sum(step) == pytest.approx(10.0)
-    assert step[9] < 0.5 < step[10]
-
-
-def test_a_step_without_an_update_has_no_speed(rows: list[MetricsRow]) -> None:
-    idle = [
-        {**row, "perf/tokens_per_s_logical": 0.0}
-        if row["step"] == 20 and "perf/tokens_per_s_logical" in row
-        else row
-        for row in rows
-    ]
-    figure = Figure()
-    assert plots._throughput(figure, idle, {})
-
-    line = next(line for line in figure.axes[1].lines if line.get_label() == "trainer")
-    assert math.isnan(dict(zip(line.get_xdata(), line.get_ydata(), strict=True))[20])
-
-
-def test_all_panels_of_the_optimisation_span_the_same_steps(rows: list[MetricsRow]) -> None:
-    early = [
-        {
-            key: value
-            for key, value in row.items()
-            if key != "actor/grad_norm" or (row["step"] or 0) < 20
-        }
-        for row in rows
-    ]
-    figure = Figure()
-    assert plots._optimisation(figure, early, {})
-    assert len({axes.get_xlim() for axes in figure.axes}) == 1
 
 
 def test_wilson_interval_has_the_published_values() -> None:
@@ -236,13 +153,8 @@ def test_characters_that_latin_fonts_lack_come_from_another_one_or_are_warned_of
 
 
 def test_a_chart_has_a_title_in_words_and_none_is_cut():
-    assert title_of("critic/score/mean") == "Reward"
+    assert title_of("critic/score/mean") == "Reward in training"
     assert (
         title_of("val-core/frozen_lake/success/greedy") == "Held-out success, greedy: frozen_lake"
     )
     assert title_of("a/metric/of/yours") == "a/metric/of/yours"
-
-    model = "/home/me/models/an-organisation/a-rather-long-name-of-a-model-1.5B"
-    title = _title({"environment": "frozen_lake", "model": model})
-    assert title.replace("\n", " ") == "frozen_lake, a-rather-long-name-of-a-model-1.5B"
-    assert max(map(len, title.split("\n"))) <= 36

@@ -28,7 +28,7 @@ from agentevo.inference.remote_models import RemoteModels
 from agentevo.rewards.injections import INJECTIONS
 from agentevo.rewards.ruler import order_of_vote
 from agentevo.rollout.scoring import Scoring
-from agentevo.runs.evaluation.judge_statistics import spearman
+from agentevo.runs.evaluation.judge_calibration import spearman
 from agentevo.store.call_log import AttemptCalls
 from agentevo.types import Message, ToolCall
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -12,6 +13,10 @@ from agentevo.cli.arguments import RunDir, Wait, refuse_options
 from agentevo.cli.printing import print_table
 from agentevo.errors import ConfigError
 
+if TYPE_CHECKING:
+    from agentevo.store import Store
+
+T = TypeVar("T")
 STORE_TIMEOUT_S = 3600.0
 """The deadline of one call, which reads a whole store, in seconds."""
 
@@ -79,53 +84,53 @@ def audit(
 
     refuse_options(context, "is for a replay: add --replay TRAJECTORY", ("rebuild",))
 
+    if token:
+        _trace_token(run_dir, token, wait, as_json=as_json)
+    else:
+        _check_records(run_dir, wait, dropped=dropped, as_json=as_json)
+
+
+def _trace_token(run_dir: Path, token: str, wait: float | None, *, as_json: bool) -> None:
     import msgspec
 
-    from agentevo.runs.folder.run_folder import run_store_url, use_store
+    from agentevo.runs.audit.token_history import follow
 
-    url = run_store_url(run_dir)
-    if token:
-        from agentevo.runs.audit.token_history import follow
+    trajectory, turn, position = _place(token)
+    history = _read(run_dir, lambda store: follow(store, run_dir, trajectory, turn, position), wait)
+    print(msgspec.json.encode(history).decode()) if as_json else print_table(history.lines())
 
-        trajectory, turn, position = _place(token)
-        history = use_store(
-            url,
-            lambda store: follow(store, run_dir, trajectory, turn, position),
-            timeout_s=STORE_TIMEOUT_S,
-            wait_s=wait,
-            read_only=True,
-        )
-        print(msgspec.json.encode(history).decode()) if as_json else print_table(history.lines())
-        return
+
+def _check_records(run_dir: Path, wait: float | None, *, dropped: bool, as_json: bool) -> None:
+    import msgspec
 
     from agentevo.runs.audit.audit import audit as prove
 
-    report = use_store(
-        url,
-        lambda store: prove(store, run_dir),
-        timeout_s=STORE_TIMEOUT_S,
-        wait_s=wait,
-        read_only=True,
-    )
+    report = _read(run_dir, lambda store: prove(store, run_dir), wait)
     if as_json:
-        print(
-            msgspec.json.encode(
-                {**msgspec.to_builtins(report, str_keys=True), "ok": report.ok}
-            ).decode()
-        )
+        content = {**msgspec.to_builtins(report, str_keys=True), "ok": report.ok}
+        print(msgspec.json.encode(content).decode())
     else:
         print_table(report.lines(dropped=dropped))
         for violation in report.violations:
             print(f"violation: {violation}", file=sys.stderr)
 
+        num_violations = len(report.violations)
         print(
-            "everything agrees with the records"
-            if report.ok
-            else f"{len(report.violations)} violations"
+            f"{num_violations} violations"
+            if num_violations
+            else "everything agrees with the records"
         )
 
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _read(run_dir: Path, work: Callable[[Store], Awaitable[T]], wait: float | None) -> T:
+    """Runs `work`, which may read the whole store."""
+    from agentevo.runs.folder.run_folder import run_store_url, use_store
+
+    url = run_store_url(run_dir)
+    return use_store(url, work, timeout_s=STORE_TIMEOUT_S, wait_s=wait, read_only=True)
 
 
 def _replay(

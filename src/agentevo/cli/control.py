@@ -35,10 +35,9 @@ def control(
     ] = 10.0,
 ) -> None:
     """Stop, save, pause or resume a running run, between two steps."""
-    from agentevo.runs.folder.control import ACTIONS, answer_to, ask
+    from agentevo.runs.folder.control import ACTIONS, answer_to, ask, session_of
     from agentevo.runs.folder.records import CHANGES, add_record
     from agentevo.runs.folder.run_folder import check_run_folder
-    from agentevo.runs.folder.trainer_session import session_of
 
     if do not in ACTIONS:
         raise ConfigError(f"{do[:40]!r}: a run can {', '.join(ACTIONS)}")

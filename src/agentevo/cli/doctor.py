@@ -76,7 +76,7 @@ def _check(target: str, overrides: list[str]) -> list[Check]:
     warn_of_kept_keys(target, overrides)
     config = load_config(target, overrides, needs_environment=False)
     if config.data.taught:
-        from agentevo.runs.doctor.sft_diagnostics import check_sft_recipe
+        from agentevo.runs.doctor.diagnostics import check_sft_recipe
 
         return check_sft_recipe(config)
 

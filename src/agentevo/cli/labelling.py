@@ -71,8 +71,11 @@ def annotate(
 
     refuse_options(context, "is for --agreement: add it", ("passed_from",))
 
-    from agentevo.runs.folder.annotations import read_annotations
-    from agentevo.runs.folder.labelling import attempts_to_label, pairs_to_compare
+    from agentevo.runs.folder.annotations import (
+        attempts_to_label,
+        pairs_to_compare,
+        read_annotations,
+    )
     from agentevo.runs.folder.run_folder import check_run_folder, read_store
 
     folder = check_run_folder(run_dir)
@@ -148,7 +151,7 @@ class _LabellingSession:
                 place += 1
 
     def _take_back(self, item: str | tuple[str, str]) -> None:
-        from agentevo.runs.folder.labelling import annotation_of, preference_of
+        from agentevo.runs.folder.annotations import annotation_of, preference_of
 
         if isinstance(item, str):
             self._keep(annotation_of(self._attempt(item), **self._signature()))
@@ -181,7 +184,7 @@ class _LabellingSession:
     ) -> Annotation | None:
         """What an answer says, added to what the answer before said of the attempt; None for a word
         that is none, and for what can't be kept."""
-        from agentevo.runs.folder.labelling import annotation_of
+        from agentevo.runs.folder.annotations import annotation_of
 
         letter, _, rest = word.partition(" ")
         verdict = "" if before is None else before.verdict
@@ -209,7 +212,7 @@ class _LabellingSession:
         return annotation if annotation.says_something else None
 
     def ask_pair(self, pair: tuple[str, str], heading: str) -> str:
-        from agentevo.runs.folder.labelling import preference_of
+        from agentevo.runs.folder.annotations import preference_of
 
         first, second = map(self._attempt, pair)
         _show(first, f"{heading}, number 1")

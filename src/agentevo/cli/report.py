@@ -99,7 +99,7 @@ def _print_table(folders: Sequence[Path], page: Path | None, each: bool) -> None
 
 def _plot(folders: Sequence[Path], out: Path, metrics: Sequence[str], x: str, each: bool) -> None:
     from agentevo.observability.chart_lines import NAMES, Axis, band_chart, metrics_to_compare
-    from agentevo.observability.comparison_plot import MOST_PANELS, check_picture, write_comparison
+    from agentevo.observability.plots import MOST_PANELS, check_picture, write_comparison
     from agentevo.runs.folder.comparison import measured_runs, settings_of
 
     check_picture(out)

@@ -88,7 +88,7 @@ def serve(
         return
 
     from agentevo.agents.tool_servers.http_serving import listen, read_key
-    from agentevo.observability.tracing.environment import traced_as_environment
+    from agentevo.observability.tracing.setup import traced_as_environment
     from agentevo.runtime.event_loop import run_coroutine
 
     if not http and (port or api_key or host != "127.0.0.1"):

@@ -410,6 +410,7 @@ def _export_played(
     from agentevo.runs.evaluation.results import ResultsFolder
     from agentevo.runs.folder.run_folder import tokenizer_in
     from agentevo.runs.folder.sft_export import export_played
+    from agentevo.runtime.event_loop import run_coroutine
 
     results = ResultsFolder(folder)
     played = dict(results.settings().get("played_models") or {})
@@ -430,13 +431,13 @@ def _export_played(
         per_task=per_task,
         model=model,
     )
-    tell_of_rows(done, out)
+    tell_of_rows(run_coroutine(done), out)
 
 
 def _export_pairs(
     run_dir: Path, out: Path, margin: float, per_group: int, wait: float | None
 ) -> None:
-    from agentevo.runs.folder.pair_export import export_pairs
+    from agentevo.runs.folder.annotation_export import export_pairs
     from agentevo.runs.folder.run_folder import read_store
 
     read = _reader(run_dir)

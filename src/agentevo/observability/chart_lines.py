@@ -33,17 +33,29 @@ COMPARED = (
     "group/zero_std_ratio",
 )
 """The default metrics of a comparison, after held-out success."""
+MAIN = (*COMPARED, "actor/ppo_kl", "staleness/mean")
+"""The metrics of a run's first page."""
 TITLES = {
-    "critic/score/mean": "Reward",
     "train/success": "Success in training",
-    "sft/loss": "Loss",
+    "critic/score/mean": "Reward in training",
+    "sft/loss": "Loss of the batches, nats a token",
+    "sft/eval/loss": "Loss of held-out conversations, nats a token",
+    "sft/eval/token_accuracy": "Held-out tokens ranked first",
+    "actor/grad_norm": "Gradient norm before clipping",
     "actor/entropy": "Entropy, nats a token",
-    "actor/grad_norm": "Gradient norm",
-    "actor/ppo_kl": "KL to the sampling policy",
-    "response_length/mean": "Tokens of a completion",
-    "group/zero_std_ratio": "Groups whose rewards are all equal",
-    "perf/throughput": "Tokens a second",
+    "actor/ppo_kl": "KL to the sampling policy, nats a token",
+    "actor/pg_clipfrac": "Clipped tokens, share",
+    "group/reward_std/mean": "Spread of rewards inside groups",
+    "group/zero_std_ratio": "Groups whose rewards are all equal, share",
+    "critic/vf_explained_var": "Returns that the critic predicts, share of variance",
+    "process_reward/accuracy": "Outcomes that the process reward predicts",
+    "preference/rewards/accuracies": "Pairs in the right order",
     "staleness/mean": "Staleness: versions of the weights between sampling and training",
+    "prompt_length/mean": "Tokens of a prompt",
+    "response_length/mean": "Tokens of a completion",
+    "response_length/clip_ratio": "Completions cut by the limit, share",
+    "num_turns/mean": "Turns of an attempt",
+    "perf/throughput": "Tokens a second",
 }
 """The title of a metric's chart; a metric that is not listed has its name as title."""
 _HELD_OUT = re.compile(r"val-core/(?P<task>.+)/(?P<what>[^/]+)/(?P<decoding>greedy|sampled)")
@@ -138,14 +150,14 @@ def thin_peaks(
     return [x[place] for place in order], [values[place] for place in order]
 
 
-def chart_of(view: Measured, metric: str, title: str = "", axis: Axis = "step") -> Chart | None:
+def chart_of(view: Measured, metric: str, axis: Axis = "step") -> Chart | None:
     """The chart of one metric; None if it was never a number."""
     line = line_of(view, metric, axis)
     if line is None:
         return None
 
     return Chart(
-        title or title_of(metric),
+        title_of(metric),
         line[0],
         [ChartLine(metric, line[1])],
         share=is_share(metric),

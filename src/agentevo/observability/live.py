@@ -285,7 +285,7 @@ class LiveView:
             ]
             self._say("\n".join([title, *lines]))
             if self._console is not None:
-                self._console.print(_evaluation_table(title, result), highlight=False)
+                self._console.print(_evaluation_text(title, lines), highlight=False)
 
         for text in notes:
             self.note(f"  {text}")
@@ -374,22 +374,11 @@ class LiveView:
         return _draw(self.title, self._state, self._clock())
 
 
-def _evaluation_table(title: str, result: EvaluationMetrics) -> RenderableType:
-    from rich import box
-    from rich.console import Group
-    from rich.table import Table
+def _evaluation_text(title: str, lines: Sequence[str]) -> RenderableType:
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("player")
-    table.add_column("success", justify="right")
-    table.add_column("reward", justify="right")
-    for player, success, reward in evaluation_rows(result):
-        table.add_row(
-            player, success, reward, style="bold cyan" if player.startswith("agent") else "dim"
-        )
-
-    return Group(Text(title, "bold"), table)
+    styled = [(f"\n{line}", "cyan" if "agent, " in line else "dim") for line in lines]
+    return Text.assemble((title, "bold"), *styled)
 
 
 def _drops(state: ViewState) -> str:

@@ -84,6 +84,27 @@ def read_evaluations(metrics: Mapping[str, float | None]) -> list[EvaluationMetr
     ]
 
 
+def held_out(rows: Sequence[MetricsRow]) -> dict[str, list[tuple[float, EvaluationMetrics]]]:
+    """Evaluations that have a success rate, by environment, as (step, evaluation) in the order of
+    the steps. Of several at one step the last counts: at step 0 an earlier one was measured before
+    the cold start."""
+    by_environment: dict[str, dict[float, EvaluationMetrics]] = {}
+    for row in rows:
+        for result in read_evaluations(row):
+            if result.success is not None:
+                by_environment.setdefault(result.environment, {})[float(row["step"] or 0)] = result
+    return {environment: list(points.items()) for environment, points in by_environment.items()}
+
+
+def wilson_interval(rate: float, n: float, z: float = 1.96) -> tuple[float, float]:
+    """95% confidence interval of a success rate measured on `n` tasks (Wilson 1927); stays within
+    0..1 also at 0% and 100%."""
+    rate = min(max(rate, 0.0), 1.0)
+    centre = (rate + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
 def not_comparable(before: Sequence[EvaluationMetrics], after: Sequence[EvaluationMetrics]) -> str:
     """The reason why the success of two evaluations can't be compared: more than MAX_FAILED_SHARE
     of the attempts failed. Empty if it can."""

@@ -1,49 +1,157 @@
-"""The run as pictures: PNG files for READMEs and papers.
+"""Charts as PNG files, for READMEs and papers: those of a run's report, and those of several runs.
 
-Drawn with matplotlib's Agg canvas on free-standing figures: no display and no pyplot state. A
-picture or panel whose metrics were never logged is left out. Values that are not finite leave gaps.
+Drawn with matplotlib's Agg canvas on free-standing figures: no display and no pyplot state. A chart
+whose metrics were never logged is left out. Values that are not finite are left out of their line.
+Colours are Okabe and Ito's, which colour-blind readers can distinguish; line styles and labels show
+the same differences.
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+import re
+import textwrap
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentevo.errors import MissingExtraError
-from agentevo.observability.curves import has_numbers, held_out, series
-from agentevo.observability.learning_curve import draw_learning_curve
+from agentevo.errors import ConfigError, MissingExtraError
 from agentevo.observability.metrics import MetricsRow
-from agentevo.observability.panels import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PURPLE,
-    RED,
-    SKY,
-    STYLE,
-    as_rate,
-    finish,
-    fonts,
-    leave_room,
-    legend_below,
-    noisy_line,
-)
+from agentevo.observability.pages.charts import Chart, ChartLine
+from agentevo.runtime.files import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+INK = "#22262B"
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8A8F98")
+LOOKS = [(color, dashes) for dashes, color in product(("-", "--", ":", "-."), COLORS)]
+"""Colours and dashes of the lines, in their order: more can't be distinguished."""
+MOST_PANELS = 12
+COLUMNS = 2
+TITLE_WIDTH = 40
+"""Characters of a line above a panel."""
+FEW = 3
+"""A line of fewer values has a dot at each."""
+LEAST_SPAN = 0.1
+"""The least height of a panel, as a share of the largest value."""
+FONTS = ("Inter", "Helvetica Neue", "Arial", "Liberation Sans", "DejaVu Sans")
+"""Fonts in the order of preference; matplotlib includes the last one."""
+CJK_FONTS = (
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "Noto Sans CJK KR",
+    "Source Han Sans SC",
+    "PingFang SC",
+    "Hiragino Sans",
+    "Microsoft YaHei",
+    "Yu Gothic",
+    "Malgun Gothic",
+    "WenQuanYi Zen Hei",
+    "WenQuanYi Micro Hei",
+    "IPAGothic",
+)
+"""Fonts with Chinese, Japanese and Korean, for characters that those above lack."""
+_CJK = re.compile("[\u1100-\u11ff\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]")
+STYLE: Any = {
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "#B8BDC4",
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E6E8EB",
+    "grid.linewidth": 0.8,
+    "xtick.color": "#5B616A",
+    "ytick.color": "#5B616A",
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+    "figure.facecolor": "white",
+    "savefig.dpi": 150,
+}
+
 
 def write_plots(
     metrics_rows: Sequence[MetricsRow], summary: Mapping[str, Any], folder: Path | str
 ) -> list[Path]:
-    """Draws what the rows allow and returns the files written: learning_curve, supervised,
-    optimisation, lengths, throughput (.png)."""
+    """Draws the charts of the run's report and returns the files written: learning_curve,
+    supervised, optimisation, lengths, throughput (.png)."""
+    from agentevo.observability.report_charts import columns_of, report_charts
+    from agentevo.observability.report_page import result
+
+    charts = report_charts(columns_of(metrics_rows), metrics_rows, summary)
+    pictures = {
+        "learning_curve": charts.learning,
+        "supervised": charts.supervised,
+        "optimisation": charts.optimisation,
+        "lengths": charts.lengths,
+        "throughput": charts.speed,
+    }
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    headline = result(metrics_rows, summary)
+    named = [str(summary[key]) for key in ("environment", "model") if summary.get(key)]
+    parts = [part.rstrip("/").rpartition("/")[2] or part for part in named]
+    if headline.before is not None and headline.after is not None:
+        comparable = "" if headline.is_comparable else " (not comparable)"
+        parts.append(f"held-out success {headline.before:.0%} → {headline.after:.0%}{comparable}")
+
+    written = []
+    for name, shown in pictures.items():
+        if shown:
+            title = ", ".join(parts) if name == "learning_curve" else ""
+            path = folder / f"{name}.png"
+            write_atomic(path, _png(shown, title))
+            written.append(path)
+
+    return written
+
+
+def check_picture(path: Path) -> None:
+    """Raises ConfigError if `write_comparison` could not write."""
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"--plot {path}: the name must end in .png")
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(
+            f"--plot {path}: {'is a folder' if path.is_dir() else 'its folder does not exist'}"
+        )
+
+
+def write_comparison(charts: Sequence[Chart], path: Path) -> None:
+    """Draws charts whose lines are the same settings; the file appears whole or not at all. Raises
+    ConfigError for more lines or panels than a picture can show."""
+    if not charts or len(charts) > MOST_PANELS:
+        raise ConfigError(f"plot: {len(charts)} metrics: a picture has 1 to {MOST_PANELS}")
+
+    if len(charts[0].lines) > len(LOOKS):
+        raise ConfigError(
+            f"plot: {len(charts[0].lines)} settings: a picture tells {len(LOOKS)} apart: give "
+            "fewer runs"
+        )
+
+    picture = _png(charts)
+    try:
+        write_atomic(path, picture)
+    except OSError as error:
+        raise ConfigError(f"--plot {path}: can't be written: {error.strerror or error}") from error
+
+
+def _png(charts: Sequence[Chart], title: str = "") -> bytes:
+    """A picture with a panel for each chart. If all panels have the same lines, one legend serves
+    them all."""
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -54,221 +162,106 @@ def write_plots(
             "plots need matplotlib: pip install matplotlib, or set tracking.report=false"
         ) from error
 
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-
-    pictures: dict[str, Callable[[Figure, Sequence[MetricsRow], Mapping[str, Any]], bool]] = {
-        "learning_curve": draw_learning_curve,
-        "supervised": _draw_supervised,
-        "optimisation": _optimisation,
-        "lengths": _lengths,
-        "throughput": _throughput,
-    }
-    written = []
+    names = {tuple(line.name for line in chart.lines) for chart in charts}
     installed = {font.name for font in fontManager.ttflist}
-    words = [*map(str, summary.values()), *(held_out(metrics_rows))]
-    with matplotlib.rc_context({**STYLE, "font.family": fonts(installed, words)}):
-        for name, draw in pictures.items():
-            figure = Figure(figsize=(8, 4.6), layout="constrained")
-            FigureCanvasAgg(figure)
-            if draw(figure, metrics_rows, summary):
-                path = folder / f"{name}.png"
-                figure.savefig(path, metadata={"Software": "agentevo"})
-                written.append(path)
+    texts = [title, *(name for lines in names for name in lines), *(c.title for c in charts)]
+    columns = min(COLUMNS, len(charts))
+    rows = math.ceil(len(charts) / columns)
+    legend_lines = len(charts[0].lines) if len(names) == 1 else 0
+    with matplotlib.rc_context({**STYLE, "font.family": fonts(installed, texts)}):
+        figure = Figure(figsize=(8, 3.2 * rows + 0.22 * legend_lines), layout="constrained")
+        FigureCanvasAgg(figure)
+        draw(figure, charts, columns)
+        if title:
+            figure.suptitle(textwrap.fill(_plain(title), 90), x=0.01, ha="left", fontweight="bold")
 
-    return written
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", metadata={"Software": "agentevo"})
 
-
-def _draw_supervised(
-    figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str, Any]
-) -> bool:
-    """Draws a run of `agentevo sft`: the loss of the batches and of the held-out conversations, and
-    the share of held-out tokens that the model ranks first."""
-    loss = series(rows, "sft/loss")
-    held_out_loss = series(rows, "sft/eval/loss")
-    right = series(rows, "sft/eval/token_accuracy")
-
-    if not has_numbers(loss[1]):
-        return False
-
-    panels = figure.subplots(1, 1 + has_numbers(right[1]), squeeze=False)[0]
-    noisy_line(panels[0], loss, SKY, "batches")
-    if has_numbers(held_out_loss[1]):
-        panels[0].plot(
-            *held_out_loss,
-            color=BLUE,
-            marker="o",
-            markersize=6,
-            markeredgecolor="white",
-            label="held-out conversations",
-            zorder=4,
-        )
-
-    panels[0].set_ylim(bottom=0)
-    panels[0].legend(loc="upper right")
-    finish(panels[0], "loss", "nats per token")
-
-    if has_numbers(right[1]):
-        panels[1].plot(*right, color=GREEN, marker="o", markersize=6, markeredgecolor="white")
-        as_rate(panels[1])
-        finish(panels[1], "held-out tokens ranked first", "share of tokens")
-
-    return True
+    return picture.getvalue()
 
 
-def _optimisation(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> bool:
-    shown = [
-        ("actor/grad_norm", "gradient norm", "L2 norm before clipping", RED, 0.0),
-        ("actor/entropy", "entropy", "nats per token", BLUE, 0.01),
-        ("actor/ppo_kl", "KL from the sampling policy", "nats per token", PURPLE, 1e-3),
-        ("actor/pg_clipfrac", "clipped tokens", "share of tokens", ORANGE, 0.01),
-        ("group/reward_std/mean", "reward spread inside groups", "standard deviation", GREEN, 0.0),
-        (
-            "group/zero_std_ratio",
-            "groups whose rewards are all equal",
-            "share of groups",
-            GREY,
-            0.1,
-        ),
-        (
-            "critic/vf_explained_var",
-            "returns that the critic predicts",
-            "share of variance",
-            PURPLE,
-            0.1,
-        ),
-        (
-            "process_reward/accuracy",
-            "outcomes that the process reward predicts",
-            "share of attempts",
-            PURPLE,
-            0.1,
-        ),
-        (
-            "preference/rewards/accuracies",
-            "pairs in the right order",
-            "share of pairs",
-            PURPLE,
-            0.1,
-        ),
-    ]
-    shown = [panel for panel in shown if has_numbers(series(rows, panel[0])[1])]
-    if not shown:
-        return False
+def draw(figure: Figure, charts: Sequence[Chart], columns: int) -> None:
+    """Draws a panel for each chart, and their legends."""
+    has_one_legend = len({tuple(line.name for line in chart.lines) for chart in charts}) == 1
+    grid = figure.subplots(math.ceil(len(charts) / columns), columns, squeeze=False).flatten()
+    for axes, chart in zip(grid, charts, strict=False):
+        for place, line in enumerate(chart.lines):
+            _draw_line(axes, chart.x, line, LOOKS[place if line.color is None else line.color])
 
-    columns = min(2, len(shown))
-    figure.set_size_inches(8, 0.3 + 2.1 * math.ceil(len(shown) / columns))
-    grid = figure.subplots(math.ceil(len(shown) / columns), columns, squeeze=False).flatten()
-    for index, (axes, panel) in enumerate(zip(grid, shown, strict=False)):
-        key, title, unit, color, least = panel
-        noisy_line(axes, series(rows, key), color, title)
-        leave_room(axes, least)
-        finish(axes, title, unit, steps=index >= len(shown) - columns)
+        _finish(axes, chart)
+        if len(chart.lines) > 1 and not has_one_legend:
+            axes.legend(loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2, borderaxespad=0)
 
-    for axes in grid[len(shown) :]:
+    for axes in grid[len(charts) :]:
         axes.remove()
 
-    limits = [axes.get_xlim() for axes in grid[: len(shown)]]
-    for axes in grid[: len(shown)]:  # a step without an update has no gradient, but it is a step
-        axes.set_xlim(min(lower for lower, _ in limits), max(upper for _, upper in limits))
-
-    return True
+    if has_one_legend:
+        handles, labels = grid[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower left", ncols=1)
 
 
-def _lengths(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> bool:
-    response = series(rows, "response_length/mean")
-    if not has_numbers(response[1]):
-        return False
-
-    other_panels = [
-        ("prompt_length/mean", "prompt", "tokens", PURPLE),
-        ("num_turns/mean", "turns per attempt", "turns", GREEN),
-        ("response_length/clip_ratio", "cut by the token limit", "share of completions", RED),
-    ]
-    other_panels = [panel for panel in other_panels if has_numbers(series(rows, panel[0])[1])]
-    figure.set_size_inches(8, 2.9 + (2.1 if other_panels else 0))
-    mosaic: Any = [["main"] * max(len(other_panels), 1)] + (
-        [[key for key, *_ in other_panels]] if other_panels else []
+def _draw_line(axes: Axes, x: Sequence[float], line: ChartLine, look: tuple[str, str]) -> None:
+    """A line between its own values, because others may have some at other places."""
+    color, dashes = look
+    places = [n for n, value in enumerate(line.values) if math.isfinite(value)]
+    xs, values = ([of[n] for n in places] for of in (x, line.values))
+    axes.plot(
+        xs,
+        values,
+        color=color,
+        linestyle=dashes,
+        marker="o" if len(places) < FEW else None,
+        markersize=3,
+        label=_plain(line.name),
     )
-    grid = figure.subplot_mosaic(mosaic, height_ratios=[1.35, 1] if other_panels else [1])
-    low = series(rows, "response_length/min")
-    high = series(rows, "response_length/max")
-    if low[0] == high[0] and low[0]:
-        grid["main"].fill_between(
-            low[0],
-            low[1],
-            high[1],
-            color=BLUE,
-            alpha=0.12,
-            linewidth=0,
-            label="shortest to longest",
+    if line.low is not None and line.high is not None:
+        low, high = ([of[n] for n in places] for of in (line.low, line.high))
+        axes.fill_between(xs, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def _finish(axes: Axes, chart: Chart) -> None:
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    axes.set_title(textwrap.fill(_plain(chart.title), TITLE_WIDTH, break_on_hyphens=False))
+    axes.set_xlabel(chart.name_of_x)
+    if chart.share:
+        axes.set_ylim(-0.06, 1.06)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    else:
+        leave_room(axes)
+
+    x_min, x_max = axes.get_xlim()
+    if x_max - x_min < 1:  # one step only
+        axes.set_xlim(x_min - 1, x_max + 1)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
+
+
+def leave_room(axes: Axes) -> None:
+    """Makes the axis at least `LEAST_SPAN` of the largest value high, so that negligible changes do
+    not fill it."""
+    low, high = axes.get_ylim()
+    least_span = LEAST_SPAN * max(abs(low), abs(high))
+    if high - low < least_span:
+        middle = (low + high) / 2
+        axes.set_ylim(middle - least_span / 2, middle + least_span / 2)
+
+
+def fonts(installed: Collection[str], texts: Iterable[str]) -> list[str]:
+    """The fonts to draw with, of those that are installed. Warns if the texts have Chinese,
+    Japanese or Korean and no installed font has it."""
+    cjk = [name for name in CJK_FONTS if name in installed]
+    if not cjk and any(_CJK.search(text) for text in texts):
+        warnings.warn(
+            "no installed font has Chinese, Japanese or Korean: pictures show boxes instead; "
+            "install one, such as the package fonts-noto-cjk (Debian) or "
+            "google-noto-sans-cjk-fonts (Fedora), and make them again with `agentevo report`",
+            stacklevel=3,
         )
 
-    noisy_line(grid["main"], response, BLUE, "mean")
-    grid["main"].set_ylim(bottom=0)
-    grid["main"].legend(loc="upper right", ncols=2)
-    finish(grid["main"], "response length", "tokens", steps=not other_panels)
-
-    for key, title, unit, color in other_panels:
-        noisy_line(grid[key], series(rows, key), color, title)
-        leave_room(grid[key], 0.01)
-        finish(grid[key], title, unit)
-
-    return True
+    return [*(name for name in FONTS if name in installed), *cjk]
 
 
-def _throughput(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> bool:
-    parts = [
-        ("timing_s/gen", "generation", BLUE),
-        ("timing_s/adv", "advantages", PURPLE),
-        ("timing_s/update_actor", "policy update", ORANGE),
-        ("timing_s/update_weights", "weight publishing", SKY),
-        ("timing_s/save_checkpoint", "checkpoints", GREY),
-        ("timing_s/testing", "evaluation", GREEN),
-    ]
-    speeds = [
-        ("perf/throughput", "whole step", INK),
-        ("engine/tokens_per_s", "engine, new tokens", BLUE),
-        ("perf/tokens_per_s_logical", "trainer", ORANGE),
-    ]
-    totals = {key: sum(row.get(key) or 0.0 for row in rows) for key, *_ in parts}
-    parts = [part for part in parts if totals[part[0]] > 0.005 * sum(totals.values())]
-    speeds = [speed for speed in speeds if has_numbers(series(rows, speed[0])[1])]
-    if not (parts or speeds):
-        return False
-
-    panels = figure.subplots(1, bool(parts) + bool(speeds), squeeze=False)[0]
-    if parts:
-        _stack_times(panels[0], rows, parts)
-
-    if speeds:
-        for key, label, color in speeds:
-            steps, values = series(rows, key)
-            noisy_line(
-                panels[-1], (steps, [value or math.nan for value in values]), color, label
-            )  # no work is no speed
-
-        panels[-1].set_ylim(bottom=0)
-        legend_below(panels[-1])
-        finish(panels[-1], "throughput", "tokens per second")
-
-    return True
-
-
-def _stack_times(axes: Axes, rows: Sequence[MetricsRow], parts: list[tuple[str, str, str]]) -> None:
-    """One bar per step, its parts in the order in which they run; several rows of one step are
-    added up."""
-    spent = {key: defaultdict[float, float](float) for key, *_ in parts}
-    for row in rows:
-        for key, total in spent.items():
-            total[float(row["step"] or 0)] += row.get(key) or 0.0
-
-    steps = sorted({float(row["step"] or 0) for row in rows if any(row.get(key) for key in spent)})
-    bottom = [0.0] * len(steps)
-    for key, label, color in parts:
-        heights = [spent[key][step] for step in steps]
-        axes.bar(steps, heights, width=1.0, bottom=bottom, color=color, label=label, linewidth=0)
-        bottom = [base + height for base, height in zip(bottom, heights, strict=True)]
-
-    legend_below(axes)
-    finish(axes, "where the time goes", "seconds per step")
+def _plain(text: str) -> str:
+    """A name, escaped so that matplotlib does not read it as a TeX formula or hide its label."""
+    return text.replace("$", r"\$").lstrip("_")[:300] or "?"

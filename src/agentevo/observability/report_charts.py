@@ -4,63 +4,74 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from agentevo.observability.chart_lines import MOST_POINTS, chart_of, thin_peaks
-from agentevo.observability.curves import held_out, wilson_interval
-from agentevo.observability.metrics import EvaluationMetrics, MetricsRow
-from agentevo.observability.metrics_table import Measured
+from agentevo.observability.chart_lines import MOST_POINTS, TITLES, chart_of, thin_peaks
+from agentevo.observability.metrics import (
+    RESERVED,
+    EvaluationMetrics,
+    MetricsRow,
+    held_out,
+    wilson_interval,
+)
+from agentevo.observability.metrics_table import Measured, MetricsTable
 from agentevo.observability.pages.charts import Chart, ChartLine
+from agentevo.observability.run_now import PHASES
 
-LEARNING = (
-    ("train/success", "Success in training"),
-    ("critic/score/mean", "Reward in training"),
-    ("sft/loss", "Loss of the batches, nats a token"),
-    ("sft/eval/loss", "Loss of held-out conversations, nats a token"),
-    ("sft/eval/token_accuracy", "Held-out tokens ranked first"),
-)
+LEARNING = ("train/success", "critic/score/mean")
+SUPERVISED = ("sft/loss", "sft/eval/loss", "sft/eval/token_accuracy")
 OPTIMISATION = (
-    ("actor/grad_norm", "Gradient norm before clipping"),
-    ("actor/entropy", "Entropy, nats a token"),
-    ("actor/ppo_kl", "KL to the sampling policy, nats a token"),
-    ("actor/pg_clipfrac", "Clipped tokens, share"),
-    ("group/reward_std/mean", "Spread of rewards inside groups"),
-    ("group/zero_std_ratio", "Groups whose rewards are all equal, share"),
-    ("critic/vf_explained_var", "Returns that the critic predicts, share of variance"),
-    ("process_reward/accuracy", "Outcomes that the process reward predicts"),
-    ("preference/rewards/accuracies", "Pairs in the right order"),
-    ("staleness/mean", "Staleness, versions"),
+    "actor/grad_norm",
+    "actor/entropy",
+    "actor/ppo_kl",
+    "actor/pg_clipfrac",
+    "group/reward_std/mean",
+    "group/zero_std_ratio",
+    "critic/vf_explained_var",
+    "process_reward/accuracy",
+    "preference/rewards/accuracies",
+    "staleness/mean",
 )
-LENGTHS = (
-    ("prompt_length/mean", "Tokens of a prompt"),
-    ("num_turns/mean", "Turns of an attempt"),
-    ("response_length/clip_ratio", "Completions cut by the limit, share"),
-)
+LENGTHS = ("prompt_length/mean", "num_turns/mean", "response_length/clip_ratio")
 SPEED = (
     ("perf/throughput", "whole step"),
     ("engine/tokens_per_s", "engine, new tokens"),
     ("perf/tokens_per_s_logical", "trainer"),
 )
 TIMES = (
-    ("timing_s/gen", "sampling"),
-    ("timing_s/adv", "rewards and advantages"),
-    ("timing_s/update_actor", "update"),
-    ("timing_s/update_weights", "publishing weights"),
+    *((f"timing_s/{phase}", name) for phase, name in PHASES),
     ("timing_s/save_checkpoint", "checkpoints"),
-    ("timing_s/testing", "evaluation"),
 )
 PARTS = "reward_parts/"
 MOST_PARTS = 8
+
+
+class RunColumns(NamedTuple):
+    """The rows of a run, as columns."""
+
+    table: MetricsTable
+    num_rows: int
 
 
 class ReportCharts(NamedTuple):
     """The charts by section; an empty list where none of its metrics was logged."""
 
     learning: list[Chart]
+    supervised: list[Chart]
     rewards: list[Chart]
     optimisation: list[Chart]
     lengths: list[Chart]
     speed: list[Chart]
+
+
+def columns_of(rows: Sequence[MetricsRow]) -> RunColumns:
+    """The numbers of the rows as columns."""
+    table = MetricsTable(Path("metrics.jsonl"))
+    for row in rows:
+        values = {name: value for name, value in row.items() if name not in RESERVED}
+        table.add_row(int(row["step"] or 0), row.get("time"), values)
+    return RunColumns(table, table.num_rows)
 
 
 def report_charts(
@@ -69,7 +80,7 @@ def report_charts(
     """All of a run's charts. `rows` are those whose columns `run` has."""
     lengths = together(
         run,
-        "Tokens of a completion",
+        TITLES["response_length/mean"],
         [("response_length/mean", "mean")],
         band=("response_length/min", "response_length/max"),
     )
@@ -88,6 +99,7 @@ def report_charts(
 
     return ReportCharts(
         learning=[*_held_out(rows, number), *_singles(run, LEARNING)],
+        supervised=_singles(run, SUPERVISED),
         rewards=[reward for reward in rewards if reward],
         optimisation=_singles(run, OPTIMISATION),
         lengths=[*([lengths] if lengths else []), *_singles(run, LENGTHS)],
@@ -102,8 +114,8 @@ def report_charts(
     )
 
 
-def _singles(run: Measured, shown: Sequence[tuple[str, str]]) -> list[Chart]:
-    return [chart for name, title in shown if (chart := chart_of(run, name, title))]
+def _singles(run: Measured, metrics: Sequence[str]) -> list[Chart]:
+    return [chart for metric in metrics if (chart := chart_of(run, metric))]
 
 
 def together(

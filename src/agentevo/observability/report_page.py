@@ -10,21 +10,19 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentevo.observability import run_now
-from agentevo.observability.curves import held_out, wilson_interval
 from agentevo.observability.metrics import (
     EvaluationMetrics,
     MetricsRow,
+    held_out,
     not_comparable,
     read_evaluations,
+    wilson_interval,
 )
-from agentevo.observability.metrics_table import MetricsTable
 from agentevo.observability.pages.static_page import CHARTS, render_still
-from agentevo.observability.report_charts import report_charts
+from agentevo.observability.report_charts import RunColumns, columns_of, report_charts
 from agentevo.observability.run_warnings import Signs, warnings_in_summary
 from agentevo.observability.static_attempt import StillAttempt
 from agentevo.runtime.console import format_duration
@@ -36,17 +34,6 @@ Table = tuple[list[str], list[list[str]]]
 """The header and the rows."""
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """The rows of a run, as columns."""
-
-    table: MetricsTable
-
-    @property
-    def num_rows(self) -> int:
-        return self.table.num_rows
-
-
 class ReportResult(NamedTuple):
     """The headline numbers: before and after, the tasks, and the reference players."""
 
@@ -54,17 +41,9 @@ class ReportResult(NamedTuple):
     after: float | None
     random: float | None
     optimal: float | None
+    is_comparable: bool
     words: str
     caveats: list[str]
-
-
-def columns_of(rows: Sequence[MetricsRow]) -> Numbers:
-    """The numbers of the rows as columns."""
-    table = MetricsTable(Path("metrics.jsonl"))
-    for row in rows:
-        values = {name: value for name, value in row.items() if name not in ("step", "time")}
-        table.add_row(int(row["step"] or 0), row.get("time"), values)
-    return Numbers(table)
 
 
 def report_html(
@@ -109,7 +88,7 @@ def report_html(
 
 
 def _warnings(
-    run: Numbers, summary: Mapping[str, Any], config_yaml: str
+    run: RunColumns, summary: Mapping[str, Any], config_yaml: str
 ) -> Sequence[tuple[int | None, str]]:
     """The warnings of the summary. For a run without a summary, those of its numbers."""
     if "warnings" in summary:
@@ -145,7 +124,7 @@ def result(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> ReportResu
     number = _number(scores.get("n"), last.n)
 
     if before is None or after is None:
-        return ReportResult(before, after, random, optimal, "", [])
+        return ReportResult(before, after, random, optimal, True, "", [])
 
     low, high = wilson_interval(after, number) if number else (after, after)
     tasks = f"{number:.0f} held-out tasks" if number else "held-out tasks"
@@ -158,13 +137,12 @@ def result(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> ReportResu
     words += [f"a random player reaches {random:.0%}"] if random is not None else []
     words += [f"an optimal player {optimal:.0%}"] if optimal is not None else []
 
-    caveats = [not_comparable([first], [last])]
+    reason = not_comparable([first], [last])
+    caveats = [reason] if reason else []
     if random is not None and low <= random:
         caveats.append("The result can't be distinguished from random play.")
 
-    return ReportResult(
-        before, after, random, optimal, "; ".join(words), list(filter(None, caveats))
-    )
+    return ReportResult(before, after, random, optimal, not reason, "; ".join(words), caveats)
 
 
 def facts(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:

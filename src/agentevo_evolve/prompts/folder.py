@@ -28,7 +28,7 @@ import yaml
 from agentevo.agents.named_texts import Declared
 from agentevo.config.texts import digest_of_text
 from agentevo.errors import ConfigError
-from agentevo.runs.folder.output_folder import check_empty, locked_output
+from agentevo.runs.folder.lock import check_empty, locked_output
 from agentevo.runs.folder.records import MAX_READ, add_record, read_records
 from agentevo.runtime.files import must_write, write_atomic
 from agentevo.runtime.parsing import read_json_object

@@ -12,7 +12,7 @@ from collector import Collector
 
 PROGRAM = """
 from opentelemetry import trace
-from agentevo.observability.tracing.environment import traced_as_environment
+from agentevo.observability.tracing.setup import traced_as_environment
 
 with traced_as_environment():
     for name in ("first", "second"):

@@ -21,10 +21,10 @@ from agentevo.cli.main import main
 from agentevo.config import RunConfig, build_config
 from agentevo.errors import CheckpointError, StoreError
 from agentevo.inference.weights.weights_folder import WeightsFolder
-from agentevo.runs.audit import rebuilt_weights as rebuild_module
+from agentevo.runs.audit import stored_weights as rebuild_module
 from agentevo.runs.audit.replay import TrajectoryReplay, replay, versions_of
 from agentevo.runs.audit.resampling import EXACT, request_uniforms, resample
-from agentevo.runs.audit.stored_weights import PolicyAt, StoredVersions
+from agentevo.runs.audit.stored_weights import StoredVersions, load_version
 from agentevo.runs.folder.creation import write_config
 from agentevo.runs.folder.run_folder import run_config
 from agentevo.runs.orchestration.components import open_components
@@ -249,7 +249,9 @@ def test_weights_that_were_published_to_engines_are_found(mixed, tmp_path):
     trajectory = max(read(mixed).values(), key=lambda t: len(versions_of(t)))
     for version in [one for one in versions_of(trajectory) if one]:
         published.write(
-            version, PolicyAt(mixed, StoredVersions(mixed).weights_of).load(version).model, keep=99
+            version,
+            load_version(mixed, StoredVersions(mixed).weights_of(version), version).model,
+            keep=99,
         )
 
     versions = StoredVersions(config)
@@ -417,11 +419,26 @@ def test_what_broke_off_is_the_same_as_far_as_it_goes(mixed, tmp_path):
     assert (found.turns, found.replayed_reward) == (1, None)
 
 
+def test_tokens_of_an_engine_with_another_rule_are_not_called_different(mixed, tmp_path):
+    trajectory, turn, position = victim(mixed)
+    logprobs = [*turn.logprobs]
+    logprobs[position] -= 1.0
+    altered = with_turn(trajectory, turn.index, logprobs=logprobs)
+    config = changed(mixed, tmp_path, altered)
+    assert not replayed(config, trajectory.id).same
+
+    engine = config.engine.model_copy(update={"type": "vllm"})
+    found = replayed(config.model_copy(update={"engine": engine}), trajectory.id)
+    assert found.same and found.played and found.turns == len(trajectory.turns)
+    assert "tokens can't be sampled again (the engine 'vllm' recorded the run" in found.line()
+    assert "DIFFERS" not in found.line()
+
+
 def test_a_tie_within_rounding_is_no_difference(mixed):
     """The weights a little off, by what rounding does; then by more."""
     trajectory, turn, _ = victim(mixed)
     version = turn.versions[0]
-    loaded = PolicyAt(mixed, StoredVersions(mixed).weights_of).load(version)
+    loaded = load_version(mixed, StoredVersions(mixed).weights_of(version), version)
     section = mixed.sampling
     filters = SamplingParams(top_p=section.top_p)
     assert resample(trajectory, version, loaded, filters).differences == []

@@ -8,8 +8,7 @@ import pytest
 from agentevo.agents.agent import agents
 from agentevo.config import RunConfig, build_config
 from agentevo.models.files.save import save_model
-from agentevo.runs.doctor import checks
-from agentevo.runs.doctor import group_checks as measure
+from agentevo.runs.doctor import memory_measures
 from agentevo.runs.doctor.checks import Check, judge_memory
 from agentevo.runs.doctor.diagnostics import check_recipe
 from agentevo.runs.doctor.installation import check_installation
@@ -47,16 +46,16 @@ def test_a_model_from_a_folder_is_judged_as_one_that_is_made(
     folder = save_model(made.model, made.tokenizer, tmp_path_factory.mktemp("model") / "saved")
     measures: dict[str, float] = {}
 
-    def judge(needed: object, free: object, turned: dict[str, float], together: object) -> Check:
+    def judge(needed: object, free: object, turned: dict[str, float]) -> Check:
         measures.update(turned)
-        return judge_memory(needed, free, turned, together)
+        return judge_memory(needed, free, turned)
 
-    monkeypatch.setattr(checks, "judge_memory", judge)
+    monkeypatch.setattr(memory_measures, "judge_memory", judge)
     tree = {**TREE, "model": {"name": str(folder)}}
     assert by_name(check_recipe(build_config(tree, ())))["memory"].status == "good"
     assert not measures, "none is needed"
 
-    monkeypatch.setattr(measure, "free_bytes", lambda device: 2.0**20)
+    monkeypatch.setattr(memory_measures.devices, "memory", lambda device: (2.0**20, 0.0))
     assert by_name(check_recipe(build_config(tree, ())))["memory"].status == "wrong"
     assert any(change.startswith("model.lora.rank=") for change in measures)
 

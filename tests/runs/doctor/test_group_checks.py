@@ -2,14 +2,12 @@
 
 import asyncio
 import math
-from functools import partial
 
 import msgspec
 import pytest
-import torch
 
 from agentevo.agents import Policy
-from agentevo.config import ModelSection, TinyModel, build_config
+from agentevo.config import ModelSection, TinyModel
 from agentevo.inference.conversations.conversation import Conversation
 from agentevo.inference.embedded.earlier_weights import EarlierWeights
 from agentevo.inference.embedded.torch_engine import TorchEngine
@@ -17,9 +15,8 @@ from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.compute.attention import prepare
 from agentevo.models.files.load import load_model
 from agentevo.runs.doctor import group_checks as checks
-from agentevo.runs.doctor.memory_estimate import packed_bytes
-from agentevo.runs.doctor.memory_measures import find_combination, list_measures
-from agentevo.runs.doctor.unloaded_policy import shape_policy
+from agentevo.runs.doctor import memory_measures
+from agentevo.runs.doctor.memory_estimate import Load, engine_weights, sizes_of, total
 from agentevo.types import Message, SamplingParams, Trajectory
 
 SAMPLING = SamplingParams(temperature=1.3, max_new_tokens=6)
@@ -68,10 +65,6 @@ def group(loaded):
         return list(await asyncio.gather(*(attempt(number) for number in range(3))))
 
     return asyncio.run(play()), engine.requests
-
-
-CACHE_BYTES = 500 * 2 * 2 * 32 * 4.0
-"""Of keys and values of 500 tokens in two layers."""
 
 
 def change_turn(trajectory: Trajectory, index: int, **fields) -> Trajectory:
@@ -172,63 +165,10 @@ def test_worst_case_is_every_turn_at_its_limits(group):
     assert checks.worst_case_tokens(trajectories, 5, 100) == first + 500 + 4 * added
 
 
-def test_memory_follows_the_shape_of_the_model(loaded):
-    config = build_config(
-        {"model": {"name": "tiny"}, "trainer": {"micro_batch_tokens": 64}}, needs_environment=False
-    )
-    parts = checks.memory_parts(loaded.model, config, step_tokens=1000, cache_bytes=CACHE_BYTES)
-    weights = sum(
-        parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters()
-    )
-    assert parts["optimizer"] == 2 * weights
-    assert parts["key-value cache"] == CACHE_BYTES
-    assert "reference copy" not in parts
-
-    more = checks.memory_parts(
-        loaded.model,
-        build_config({"algorithm": {"kl_coef": 0.1}}, needs_environment=False),
-        step_tokens=1000,
-        cache_bytes=CACHE_BYTES,
-    )
-    assert more["reference copy"] == weights
-    for name, kept in (("dpo", True), ("rft", False)):
-        preferred = build_config({"algorithm": {"name": name}}, needs_environment=False)
-        assert (
-            "reference copy"
-            in checks.memory_parts(
-                loaded.model, preferred, step_tokens=1000, cache_bytes=CACHE_BYTES
-            )
-        ) == kept
-
-    assert more["activations"] == pytest.approx(parts["activations"] * 1000 / 64)
-    assert next(loaded.model.parameters()).dtype == torch.float32
-
-
-def test_models_beside_the_policy_take_memory(loaded, small_config, tmp_path):
-    def parts(*overrides: str) -> dict[str, float]:
-        config = small_config(tmp_path, "algorithm.kl_coef=0", *overrides)
-        return checks.memory_parts(loaded.model, config, step_tokens=1000, cache_bytes=CACHE_BYTES)
-
-    plain = parts()
-    whole = parts("algorithm.name=ppo")
-    assert whole["critic"] == 2 * plain["optimizer"], "weights, gradients and two moments"
-    assert parts("algorithm.name=ppo", "critic.trunk=shared").keys() == plain.keys()
-    assert parts("algorithm.name=prime").keys() - plain.keys() == {
-        "reference copy",
-        "process reward",
-    }
-
-
 def test_weights_that_the_engine_keeps_beside_the_trainer_s_take_memory(
     loaded, small_config, tmp_path
 ):
-    """What the estimate counts is what the engine allocates: copies of what is trained, and on a
-    CPU the matrices that each of them packs when it draws."""
-
-    def parts(*overrides: str) -> dict[str, float]:
-        config = small_config(tmp_path, *overrides)
-        return checks.memory_parts(loaded.model, config, step_tokens=1000, cache_bytes=CACHE_BYTES)
-
+    """What the estimate counts is what the engine allocates: copies of what is trained."""
     earlier = EarlierWeights(loaded.model)
     for version in range(5):
         earlier.keep(version, 3)
@@ -238,75 +178,48 @@ def test_weights_that_the_engine_keeps_beside_the_trainer_s_take_memory(
         for version in range(2, 5)
         for p in earlier.model_serving(version, 5)[1].parameters()
     }
-    packed = packed_bytes(loaded.model, loaded.model.device)
-    in_turn = parts()
-    three = parts("rollout.staleness=3")
-    assert three["earlier weights"] == sum(storages.values()) + 3 * packed
-    assert three.keys() - in_turn.keys() == {"earlier weights"}
-    assert "earlier weights" not in parts("rollout.staleness=3", "rollout.policy=mask")
-    assert "earlier weights" not in parts("rollout.staleness=3", "rollout.samplers=1")
+    copy = sizes_of(loaded.model).trained_bytes
 
-    overlap = parts("rollout.staleness=1", "rollout.sharing=overlap")
-    assert overlap[checks.OWN_WEIGHTS] == overlap["earlier weights"] == three["earlier weights"] / 3
+    def kept(*overrides: str) -> float:
+        return engine_weights(small_config(tmp_path, *overrides), copy)
 
-    found = list_measures(
-        small_config(tmp_path, "rollout.staleness=1", "rollout.sharing=overlap"), on_cpu=True
-    )
-    assert {"rollout.policy=mask", "rollout.sharing=turns"} <= found.keys()
+    assert kept() == 0
+    assert kept("rollout.staleness=3") == sum(storages.values())
+    assert kept("rollout.staleness=3", "rollout.policy=mask") == 0
+    assert kept("rollout.staleness=3", "rollout.samplers=1") == 0
+    assert kept("rollout.staleness=1", "rollout.sharing=overlap") == 2 * copy
 
 
-def test_every_knob_is_a_valid_change_that_never_takes_more(loaded, small_config, tmp_path):
-    config = small_config(tmp_path, "algorithm.name=ppo", "trainer.micro_batch_tokens=4096")
+def test_every_measure_is_a_valid_change_that_never_takes_more(
+    loaded, small_config, tmp_path, monkeypatch
+):
+    judged = []
+    monkeypatch.setattr(memory_measures, "judge_memory", lambda *facts: judged.append(facts))
+    monkeypatch.setattr(memory_measures.devices, "memory", lambda device: (1.0, 1.0))
+    words = "algorithm.name=ppo", "trainer.micro_batch_tokens=4096"
+    config = small_config(tmp_path, *words)
 
-    def needed(one) -> float:
-        is_same = one.model == config.model
-        model = loaded.model if is_same else shape_policy(one, loaded.model.config)
-        parts = checks.memory_parts(model, one, step_tokens=20000, cache_bytes=CACHE_BYTES)
-        return sum(parts.values())
+    def load_of(changed) -> Load:
+        return Load(changed.trainer.micro_batch_tokens, 100, on_cpu=True)
 
-    found = list_measures(config, on_cpu=True)
-    assert next(iter(found)) == "trainer.micro_batch_tokens=2048"
-    assert {change.partition("=")[0] for change in found} >= {
+    memory_measures.check_memory_room(config, loaded.model, load_of, lambda *_: 0.0)
+    ((needed, _, turned),) = judged
+    assert needed["weights"] == 0, "they are loaded"
+    assert next(iter(turned)) == "trainer.micro_batch_tokens=2048"
+    assert {change.partition("=")[0] for change in turned} >= {
         "memory.checkpointing",
         "memory.optimizer",
         "critic.trunk",
     }
 
-    for change, other in found.items():
-        words = "algorithm.name=ppo", "trainer.micro_batch_tokens=4096", *change.split()
-        assert small_config(tmp_path, *words) == other
-        assert needed(other) <= needed(config), change
+    for change, needed_after in turned.items():
+        assert small_config(tmp_path, *words, *change.split())
+        assert needed_after < total(needed), change
 
-    on_gpu = list_measures(config, on_cpu=False)
-    assert on_gpu.keys() - found.keys() == {
-        "memory.offload_optimizer=true",
-        "memory.offload_activations=true",
-    }
+    overlap = small_config(tmp_path, "rollout.staleness=1", "rollout.sharing=overlap")
 
+    def engine_of(changed, sizes) -> float:
+        return engine_weights(changed, sizes.trained_bytes)
 
-@pytest.mark.parametrize(
-    ("room", "expected"),
-    [
-        (75, "trainer.micro_batch_tokens=2048 memory.checkpointing=selective"),
-        (66, "trainer.micro_batch_tokens=2048 memory.checkpointing=full"),
-        (60, "trainer.micro_batch_tokens=1024 memory.checkpointing=full"),
-        (56, "trainer.micro_batch_tokens=2048 model.lora.rank=16"),
-        (8, "trainer.micro_batch_tokens=2048 memory.checkpointing=full model.lora.rank=16"),
-        (-50, None),
-    ],
-)
-def test_the_cheapest_measures_that_are_enough_together(room, expected):
-    config = build_config(
-        {"environment": {"type": "coins"}},
-        ["model.name=org/name", "trainer.micro_batch_tokens=4096"],
-    )
-
-    def needs(changed) -> float:
-        saved = {4096: 0, 2048: 5, 1024: 10}[changed.trainer.micro_batch_tokens]
-        saved += {"none": 0, "selective": 20, "full": 30}[changed.memory.checkpointing]
-        saved += 15 * (changed.memory.optimizer == "adamw_8bit")
-        return 100 - saved - 60 * changed.model.lora.enabled
-
-    found = find_combination(config, partial(list_measures, on_cpu=True), needs, room)
-    assert (found and found[0]) == expected
-    assert found is None or found[1] <= room
+    memory_measures.check_memory_room(overlap, loaded.model, load_of, engine_of)
+    assert {"rollout.policy=mask", "rollout.sharing=turns"} <= judged[-1][2].keys()

@@ -14,17 +14,17 @@ from types import ModuleType
 import pytest
 import torch
 
-from agentevo.config import LoraSection, MemorySection
+from agentevo.config import LoraSection, build_config
 from agentevo.models.compute.adapters import add_adapter
 from agentevo.models.compute.compiled import compile_layers
 from agentevo.runs.doctor.memory_estimate import (
-    LIBRARIES,
     Load,
     layer_bytes,
+    process_terms,
     shape_of,
+    sizes_of,
     total,
     trained_of,
-    training_bytes,
 )
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
@@ -100,7 +100,7 @@ def test_long_context_takes_memory_in_proportion_to_its_length(benchmark):
     (_, short), (predicted, long) = (
         benchmark.measure(**sizes, length=length) for length in (8192, 16384)
     )
-    assert 1.8 < (long - LIBRARIES) / (short - LIBRARIES) < 2.2
+    assert 1.8 < (long - benchmark.LIBRARIES) / (short - benchmark.LIBRARIES) < 2.2
     assert predicted == pytest.approx(long, rel=0.15)
 
 
@@ -125,31 +125,30 @@ def test_activations_by_hand(random_model):
     assert shape_of(random_model("qwen3").alone).head_norms
 
 
+def terms(model, load: Load, *overrides: str) -> dict[str, float]:
+    config = build_config({"environment": {"type": "coins"}}, overrides)
+    return process_terms(config, sizes_of(model), load=load)
+
+
 def test_what_is_trained_decides(random_model):
     plain = copy.deepcopy(random_model("qwen2").alone)
-    load = Load(tokens=1000, rows=500, single=True, on_cpu=False)
-    memory = MemorySection()
-    whole = training_bytes(plain, load, memory)
+    load = Load(tokens=1000, rows=500, on_cpu=False)
+    whole = terms(plain, load)
     numbers = sum(p.numel() for p in plain.parameters())
     assert whole["optimizer"] == 8 * numbers
-    assert "float32 weights" not in whole
+    assert whole["weights"] == 4 * numbers
 
-    few = training_bytes(
-        add_adapter(copy.deepcopy(plain), LoraSection(rank=2, targets=("q_proj",)), seed=0),
-        load,
-        memory,
-    )
+    section = LoraSection(rank=2, targets=("q_proj",))
+    few = terms(add_adapter(copy.deepcopy(plain), section, seed=0), load)
     assert few["optimizer"] < whole["optimizer"] / 10
     assert few["activations"] < whole["activations"]
 
-    eight = training_bytes(plain, load, MemorySection(optimizer="adamw_8bit"))
+    eight = terms(plain, load, "memory.optimizer=adamw_8bit")
     assert 0.25 <= eight["optimizer"] / whole["optimizer"] < 0.26
+    assert terms(plain, load, "memory.offload_optimizer=true")["optimizer"] == 0
 
-    away = training_bytes(plain, load, MemorySection(offload_optimizer=True))
-    assert "optimizer" not in away
-
-    half = training_bytes(plain.bfloat16(), load, memory)
-    assert half["float32 weights"] == 4 * numbers
+    half = terms(plain.bfloat16(), load)
+    assert half["weights"] == 6 * numbers, "and float32 masters"
     assert half["optimizer"] == 8 * numbers
 
 
@@ -157,12 +156,8 @@ def test_memory_grows_linearly_with_tokens(random_model):
     model = random_model("llama").alone
     for mode in ("none", "selective", "full"):
         sizes = [
-            total(
-                training_bytes(
-                    model, Load(n, n, True, on_cpu=False), MemorySection(checkpointing=mode)
-                )
-            )
-            for n in (1e5, 2e5, 4e5)
+            total(terms(model, Load(n, n, on_cpu=False), f"memory.checkpointing={mode}"))
+            for n in (100_000, 200_000, 400_000)
         ]
         assert sizes[2] - sizes[1] == pytest.approx(2 * (sizes[1] - sizes[0]), rel=0.2)
 
@@ -181,10 +176,10 @@ def test_a_gpus_peak_was_foreseen(name, gpu):
 
     torch.set_default_dtype(torch.float32)
     tokens = found["micro"]
-    load = Load(tokens, tokens * 3 // 4, single=False, on_cpu=False)
-    parts = training_bytes(compile_layers(model), load, MemorySection())
-    bytes_ = total(parts) + sum(p.nbytes for p in model.parameters())
-    assert bytes_ == pytest.approx(found["peak_gib"] * 2**30, rel=0.15)
+    load = Load(tokens, tokens * 3 // 4, on_cpu=False)
+    assert total(terms(compile_layers(model), load)) == pytest.approx(
+        found["peak_gib"] * 2**30, rel=0.15
+    )
 
 
 @pytest.mark.slow

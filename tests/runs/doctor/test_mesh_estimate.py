@@ -10,19 +10,17 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 from agentevo.config import ParallelSection, build_config
 from agentevo.errors import ConfigError
 from agentevo.runs.doctor.checks import GIB
-from agentevo.runs.doctor.memory_estimate import layer_bytes, total
-from agentevo.runs.doctor.mesh_estimate import (
-    ROOM,
-    check_meshes,
+from agentevo.runs.doctor.memory_estimate import (
     engine_bytes,
-    estimate_mesh,
-    estimate_meshes,
+    layer_bytes,
     longest_pass,
     process_terms,
     sizes_of,
+    total,
+    unloaded_policy,
 )
+from agentevo.runs.doctor.mesh_estimate import ROOM, check_meshes, estimate_mesh, estimate_meshes
 from agentevo.runs.doctor.mesh_step import check_mesh_step
-from agentevo.runs.doctor.unloaded_policy import unloaded_policy
 
 MEMORY = 80 * GIB
 

@@ -12,7 +12,7 @@ from byte_policy import byte_policy
 from agentevo.cli.main import main
 from agentevo.config import RunConfig, build_config
 from agentevo.errors import ConfigError
-from agentevo.runs.doctor.sft_diagnostics import check_sft_recipe
+from agentevo.runs.doctor.diagnostics import check_sft_recipe
 
 
 def rows(count: int, length: int) -> str:

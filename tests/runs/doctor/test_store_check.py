@@ -10,7 +10,7 @@ from servers import unused_name
 from agentevo.config import build_config
 from agentevo.errors import NoStoreError
 from agentevo.runs.doctor.diagnostics import check_recipe
-from agentevo.runs.doctor.store_check import check_store_server
+from agentevo.runs.doctor.services import check_store_server
 from agentevo.store import open_store
 from agentevo.types import Task
 
@@ -27,7 +27,7 @@ def recipe(url, folder):
 
 @pytest.mark.slow
 def test_a_database_that_is_away_is_wrong_and_no_group_is_played(tmp_path, monkeypatch):
-    monkeypatch.setattr("agentevo.runs.doctor.store_check.ANSWER_S", 1.0)
+    monkeypatch.setattr("agentevo.runs.doctor.services.ANSWER_S", 1.0)
     monkeypatch.setenv("SECRET", "hunter22")
     for url in ("mongodb://me:${env:SECRET}@127.0.0.1:9/x", "postgresql://me@127.0.0.1:9/x"):
         store, attempts = check_recipe(recipe(url, tmp_path))

@@ -14,7 +14,7 @@ from agentevo.cli.main import main
 from agentevo.config import build_config
 from agentevo.config.judges import check_calibrated
 from agentevo.errors import ConfigError
-from agentevo.runs.evaluation import judge_statistics as statistics
+from agentevo.runs.evaluation import judge_calibration as statistics
 from agentevo.runs.evaluation.judge_data import read_rows
 
 

@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 
 from agentevo.cli.main import main
-from agentevo.runs.folder.annotations import annotate, read_annotations
-from agentevo.runs.folder.labelling import annotation_of, attempts_to_label, pairs_to_compare
+from agentevo.runs.folder.annotations import (
+    annotate,
+    annotation_of,
+    attempts_to_label,
+    pairs_to_compare,
+    read_annotations,
+)
 from agentevo.store import open_store
 from agentevo.types import Message, Trajectory, Turn
 

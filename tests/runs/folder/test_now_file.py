@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from agentevo.errors import ConfigError
-from agentevo.observability.current_activity import Moment, read_moment
-from agentevo.runs.folder import now_file
-from agentevo.runs.folder.now_file import NOW, NowFile
+from agentevo.observability import current_activity as now_file
+from agentevo.observability.current_activity import NOW, Moment, NowFile, read_moment
 
 WAIT_S = 300.0
 

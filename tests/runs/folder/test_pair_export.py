@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentevo.errors import ConfigError
-from agentevo.runs.folder.pair_export import export_pairs
+from agentevo.runs.folder.annotation_export import export_pairs
 from agentevo.runs.folder.sft_export import answer_reader
 from agentevo.store import open_store
 from agentevo.training.pair_file import read_pair_file

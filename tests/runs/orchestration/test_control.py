@@ -17,9 +17,8 @@ from run_fixtures import SMALL
 from agentevo.api.run import train
 from agentevo.cli.main import main
 from agentevo.observability import read_metrics
-from agentevo.observability.current_activity import read_moment
+from agentevo.observability.current_activity import NOW, read_moment
 from agentevo.runs.folder.control import ask, read_session
-from agentevo.runs.folder.now_file import NOW
 
 LONGEST_S = 300.0
 FEW = ("cold_start.episodes=8", "evaluation.every=0", "checkpoint.every=0")

@@ -12,9 +12,7 @@ from __future__ import annotations
 import os
 from base64 import b64encode
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.util import find_spec
-from threading import Lock, Thread
 from typing import Any
 
 import httpx
@@ -44,9 +42,8 @@ def check_mlflow(uri: str) -> None:
 
 
 class MLflowExporter(SpanExporter):
-    """Exports spans to a tracking URI. The constructor starts a thread that opens the exporter,
-    because importing MLflow and creating its tables takes seconds. If opening failed, the next
-    export tries again."""
+    """Exports spans to a tracking URI. The first export opens the exporter, because importing
+    MLflow and creating its tables takes seconds. If that failed, the next export tries again."""
 
     def __init__(self, uri: str, experiment: str) -> None:
         is_server = uri.startswith(("http://", "https://"))
@@ -54,27 +51,17 @@ class MLflowExporter(SpanExporter):
         self._uri = uri
         self._experiment = experiment
         self._exporter: SpanExporter | None = None
-        self._opening = Lock()
-        Thread(target=self._open_early, name="agentevo-mlflow", daemon=True).start()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """See SpanExporter. Raises MLflow's errors."""
-        return self._opened().export(spans)
+        if self._exporter is None:
+            self._exporter = self._open(self._uri, self._experiment)
+        return self._exporter.export(spans)
 
     def shutdown(self) -> None:
         """See SpanExporter."""
         if self._exporter is not None:
             self._exporter.shutdown()
-
-    def _open_early(self) -> None:
-        with suppress(Exception):  # an export tries again, and reports the failure
-            self._opened()
-
-    def _opened(self) -> SpanExporter:
-        with self._opening:
-            if self._exporter is None:
-                self._exporter = self._open(self._uri, self._experiment)
-            return self._exporter
 
 
 def _server_exporter(uri: str, experiment: str) -> SpanExporter:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from agentevo.errors import ConfigError, DiskError
 from agentevo.observability.tracing import conventions as names
+from agentevo.observability.tracing.first_warning import FirstWarning
 from agentevo.observability.tracing.section import TracingSection
 from agentevo.observability.tracing.texts import SpanTexts
+from agentevo.runtime.console import to_stderr
 from agentevo.runtime.credentials import with_environment
 from agentevo.runtime.extras import load_extra
 from agentevo.runtime.files import create_atomic
@@ -38,6 +40,12 @@ FILE_DELAY_MS = 1000
 REQUEST_DELAY_MS = 5000
 """The longest time in milliseconds until a span is sent in a request, which costs milliseconds. The
 value is OpenTelemetry's default."""
+ENABLING_VARIABLES = (
+    "OTEL_TRACES_EXPORTER",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+)
+"""Any of these variables turns tracing on."""
 _UNSAFE = re.compile(r"[^\w.-]")
 _TRUE_VALUES = ("true", "1", "yes", "on", "span_only", "span_and_event", "event_only")
 """Texts that switch an environment variable on, in all spellings that instrumentations use."""
@@ -210,3 +218,32 @@ def _number_from_environment(name: str) -> int | None:
 
 def _is_true(text: str) -> bool:
     return text.strip().lower() in _TRUE_VALUES
+
+
+@contextmanager
+def traced_as_environment() -> Iterator[None]:
+    """For processes without a recipe, such as `agentevo tools serve`: a block whose spans are
+    exported if the environment requests it. OTEL_TRACES_EXPORTER is `otlp`, or it is not set and
+    there is an endpoint. Packages of this process that use OpenTelemetry's own API, such as the MCP
+    SDK, then send their spans over OTLP. Raises MissingExtraError."""
+    variable = next((name for name in ENABLING_VARIABLES if os.environ.get(name)), None)
+    exporter = os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
+    is_off = os.environ.get(names.ENV_DISABLED, "").strip().lower() == "true"
+    if variable is None or is_off or exporter.strip().lower() != "otlp":
+        yield
+        return
+
+    load_sdk(f"the environment variable {variable}")
+    from opentelemetry import trace
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    with closing(FirstWarning(to_stderr).open()):
+        provider = TracerProvider()  # its resource, sampler and limits come from the environment
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        trace.set_tracer_provider(provider)
+        try:
+            yield
+        finally:
+            provider.shutdown()

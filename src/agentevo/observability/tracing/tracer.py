@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
@@ -40,15 +40,15 @@ _SAMPLED = SpanContext(1, 1, False, TraceFlags(TraceFlags.SAMPLED))
 _NO_RESOURCE = Resource({})
 
 
-class TraceLimits:
+class TraceLimits(NamedTuple):
     """The limits of the processor's queue."""
 
-    def __init__(self, *, queue: int = 4096, batch: int = 512, delay_s: float = 1.0) -> None:
-        """At most `queue` spans wait. Up to `batch` of them are exported together, at the latest
-        after `delay_s` seconds."""
-        self.queue = queue
-        self.batch = min(batch, queue)
-        self.delay_s = delay_s
+    queue: int = 4096
+    """The maximum number of waiting spans."""
+    batch: int = 512
+    """The maximum number of spans that are exported together."""
+    delay_s: float = 1.0
+    """The longest time in seconds until a span is exported."""
 
 
 class WaitingCall(ReadableSpan):
@@ -207,7 +207,7 @@ class Tracer:
             self._exporter,
             max_queue_size=self._limits.queue,
             schedule_delay_millis=1000 * self._limits.delay_s,
-            max_export_batch_size=self._limits.batch,
+            max_export_batch_size=min(self._limits.batch, self._limits.queue),
         )
         return self
 

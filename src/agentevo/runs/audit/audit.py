@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from agentevo.errors import CheckpointError, StoreError, TrainingError
-from agentevo.runs.audit.findings import Audit, AuditViolation
+from agentevo.runs.audit.findings import Audit
 from agentevo.runs.audit.folder import (
     check_checkpoints,
     check_files,
     check_head,
     check_numbers,
+    check_texts,
     list_unproven,
 )
-from agentevo.runs.audit.texts import check_texts, count_texts
 from agentevo.runs.audit.untrained_rows import check_rest, wrong_content
 from agentevo.runs.folder.chain import KEY, OLDER_VERSION, End, broken_links, read_head
 from agentevo.runs.folder.run_folder import queued_group_size
@@ -37,11 +37,8 @@ from agentevo.training.batching.step_plan import SHOWN, StepPlan
 EXACT_POLICIES = ("wait", "cancel")
 """The values of `rollout.policy` under which no token is too old, so that none needs masking."""
 
-
-class Violated(Protocol):
-    """Adds a violation of a step to the report."""
-
-    def __call__(self, what: str, trajectory: str | None = None) -> None: ...
+Violated: TypeAlias = Callable[..., None]
+"""Adds a violation of a step to the report: what, and the id of a trajectory."""
 
 
 async def audit(store: Store, folder: Path) -> Audit:
@@ -52,12 +49,12 @@ async def audit(store: Store, folder: Path) -> Audit:
         head = read_head(folder)
     except CheckpointError as error:
         head = None
-        report.violations.append(AuditViolation(str(error)))
+        report.add(str(error))
 
     try:
         records = await store.steps()
     except StoreError as error:
-        report.violations.append(AuditViolation(f"no step can be proven: {error}"))
+        report.add(f"no step can be proven: {error}")
         return report
 
     report.steps = len(records)
@@ -86,10 +83,10 @@ def _check_chain(records: Iterable[StepRecord], report: Audit) -> None:
     older = [record.step for record in records if KEY not in record.record]
     if older:
         what = f"{len(older)} steps, of which this is the first, can't be proven: {OLDER_VERSION}"
-        report.violations.append(AuditViolation(what, step=older[0]))
+        report.add(what, step=older[0])
     for step in broken_links((r for r in records if KEY in r.record), End()):
         what = "its record is not the one that was committed: the chain of steps breaks here"
-        report.violations.append(AuditViolation(what, step=step))
+        report.add(what, step=step)
 
 
 def _check_numbers(records: Iterable[StepRecord], report: Audit) -> None:
@@ -101,9 +98,7 @@ def _check_numbers(records: Iterable[StepRecord], report: Audit) -> None:
                 if record.step == expected + 1
                 else f"steps {expected} to {record.step - 1}"
             )
-            report.violations.append(
-                AuditViolation(f"{missing} before it: there is no record", step=record.step)
-            )
+            report.add(f"{missing} before it: there is no record", step=record.step)
 
         expected = record.step + 1
 
@@ -120,7 +115,7 @@ async def _check_step(
     step = record.step
 
     def add_violation(what: str, trajectory: str | None = None) -> None:
-        report.violations.append(AuditViolation(what, step=step, trajectory=trajectory))
+        report.add(what, step=step, trajectory=trajectory)
 
     try:
         plan = StepPlan.of(step, record.record)
@@ -142,7 +137,7 @@ async def _check_step(
         sizes = {row.id: row for row in await store.summaries(trained_step=step)}
         async for stored in store.trajectories(trained_step=step):
             name = stored.trajectory.id
-            count_texts(stored, report)
+            report.count_texts(stored)
             for what in _wrong_with(stored, places):
                 add_violation(what, name)
 
@@ -236,9 +231,7 @@ def _count_ages(stored: StoredTrajectory, plan: StepPlan, step: int, report: Aud
                 f"{count} of its tokens are of version {version}, which exists only "
                 f"after step {version}"
             )
-            report.violations.append(
-                AuditViolation(what, step=step, trajectory=stored.trajectory.id)
-            )
+            report.add(what, step=step, trajectory=stored.trajectory.id)
 
         if age > plan.staleness:
             masked += count

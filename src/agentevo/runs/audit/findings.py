@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
+from agentevo.store.records import StoredTrajectory
+
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
@@ -77,6 +79,16 @@ class Audit(msgspec.Struct, kw_only=True):
     unproven_attempts: int = 0
     """The number of attempts without a record in any step."""
     violations: list[AuditViolation] = []
+
+    def add(self, what: str, step: int | None = None, trajectory: str | None = None) -> None:
+        """Adds a violation."""
+        self.violations.append(AuditViolation(what, step, trajectory))
+
+    def count_texts(self, stored: StoredTrajectory) -> None:
+        """Counts the named texts of one trajectory by digest."""
+        for name, digest in stored.trajectory.texts.items():
+            digests = self.texts.setdefault(name, {})
+            digests[digest] = digests.get(digest, 0) + 1
 
     @property
     def ok(self) -> bool:

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from agentevo.agents.named_texts import FOLDER as TEXTS_FOLDER
-from agentevo.errors import CheckpointError, StoreError
+from agentevo.config.texts import digest_of_text
+from agentevo.errors import CheckpointError, ConfigError, StoreError
 from agentevo.observability.metrics import digests_by_step
 from agentevo.rollout.given_tasks import TASKS_FILE
-from agentevo.runs.audit.findings import Audit, AuditViolation
+from agentevo.runs.audit.findings import Audit
 from agentevo.runs.folder.chain import HEAD, KEY, LOG, NUMBERS, Head, file_digest
 from agentevo.runs.folder.lock import LOCK
+from agentevo.runtime.parsing import read_text
 from agentevo.store.records import StepRecord
 from agentevo.training.checkpoint import INDEX, Checkpoints
 from agentevo.training.token_numbers import FOLDER as NUMBERS_FOLDER
@@ -30,16 +32,16 @@ def check_head(
     chains = {0: ""} | {record.step: record.record.get(KEY) for record in records}
     if head is None:
         if records and not (folder / HEAD).exists():
-            report.violations.append(AuditViolation(f"{HEAD} is missing: the last step is unknown"))
+            report.add(f"{HEAD} is missing: the last step is unknown")
     elif head.given_up and records:
         what = f"{HEAD} says that nothing was trained, but the store has steps"
-        report.violations.append(AuditViolation(what, step=records[0].step))
+        report.add(what, step=records[0].step)
     elif head.step not in chains:
         what = f"{HEAD} says that it was committed, but the store has no record of it"
-        report.violations.append(AuditViolation(what, step=head.step))
+        report.add(what, step=head.step)
     elif head.chain != chains[head.step]:
         what = f"its chain in {HEAD} differs from the one in its record"
-        report.violations.append(AuditViolation(what, step=head.step))
+        report.add(what, step=head.step)
 
 
 def check_files(
@@ -52,27 +54,27 @@ def check_files(
         digest = file_digest(folder / name)
         if name in known_digests and digest not in known_digests[name]:
             what = "is missing" if digest is None else "is not what the run wrote"
-            report.violations.append(AuditViolation(f"{name} {what}"))
+            report.add(f"{name} {what}")
         elif name not in known_digests and head is not None and digest is not None:
-            report.violations.append(AuditViolation(f"{name} is not in {HEAD}"))
+            report.add(f"{name} is not in {HEAD}")
 
     logged = [(record.step, record.record[LOG]) for record in records if LOG in record.record]
     try:
         digests = digests_by_step(folder / "metrics.jsonl") if logged else {}
     except StoreError as error:
-        report.violations.append(AuditViolation(str(error)))
+        report.add(str(error))
         return
 
     wrong = [step for step, digest in logged if digests.get(step) != digest]
     if wrong:
         what = f"metrics.jsonl is not what was logged, at the latest from step {wrong[0]} on"
-        report.violations.append(AuditViolation(what, step=wrong[0]))
+        report.add(what, step=wrong[0])
 
     last = records[-1].step if records else 0
     later = sorted(step for step in digests if step > last)
     if later and later[-1] > last + 1:  # the row of a step is logged before its commit
         what = f"metrics.jsonl has rows up to step {later[-1]}, which was not committed"
-        report.violations.append(AuditViolation(what))
+        report.add(what)
     elif later:
         report.unproven_files.append(f"metrics.jsonl after step {last}")
 
@@ -87,7 +89,7 @@ def check_numbers(records: Sequence[StepRecord], folder: Path, report: Audit) ->
             report.unproven_files.append(name_of(record.step))
         elif digest != record.record[NUMBERS]:
             what = f"{name_of(record.step)} is not what the run wrote"
-            report.violations.append(AuditViolation(what, step=record.step))
+            report.add(what, step=record.step)
 
 
 def list_unproven(
@@ -138,7 +140,7 @@ def check_checkpoints(
             sha256 = Checkpoints.verify(path).sha256
         except CheckpointError as error:
             if path.is_dir():
-                report.violations.append(AuditViolation(str(error), step=step))
+                report.add(str(error), step=step)
             elif step in named:  # a running run has deleted it in the meantime
                 report.gone.append(step)
             continue
@@ -149,6 +151,24 @@ def check_checkpoints(
             report.remade.append(step)
         elif step in named:
             what = f"{path} is complete, but neither its record nor {HEAD} says that it was saved"
-            report.violations.append(AuditViolation(what, step=step))
+            report.add(what, step=step)
         else:
             report.unrecorded.append(step)
+
+
+def check_texts(folder: Path, report: Audit) -> None:
+    """Checks that every stored text of the attempts has the digest in its name."""
+    for digest in sorted({digest for digests in report.texts.values() for digest in digests}):
+        path = folder / TEXTS_FOLDER / f"{digest}.txt"
+        if not path.is_file():
+            report.texts_gone.append(digest)
+            continue
+
+        try:
+            is_same = digest_of_text(read_text(path)) == digest
+        except ConfigError as error:
+            report.add(f"the text {digest} can't be read: {error}")
+            continue
+
+        if not is_same:
+            report.add(f"the text {path.name} was changed: it has another digest than its name")

@@ -14,7 +14,7 @@ from agentevo.inference.conversations.equivalence import key_of, places_of
 from agentevo.inference.engine import TokenListener
 from agentevo.inference.remote_models.ledger import RemoteModelError
 from agentevo.inference.remote_models.wire import RemoteReply, Usage
-from agentevo.runs.audit.resampling import Difference
+from agentevo.runs.audit.resampling import Difference, DifferenceKind
 from agentevo.types import (
     Completion,
     Message,
@@ -139,7 +139,7 @@ class RecordedEngine:
             what = f"turn {turn.index}: it ends by {reason}, the record says {turn.finish_reason}"
             self._differs("end", turn.index, len(ids), what)
 
-    def _differs(self, kind: Any, turn: int, position: int, what: str) -> None:
+    def _differs(self, kind: DifferenceKind, turn: int, position: int, what: str) -> None:
         if self.difference is None:
             self.difference = Difference(kind=kind, turn=turn, position=position, what=what)
 

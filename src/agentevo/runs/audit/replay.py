@@ -28,16 +28,16 @@ from agentevo.config.named_agents import weights_of
 from agentevo.config.self_play import PROPOSER
 from agentevo.errors import CheckpointError, EngineError, StoreError
 from agentevo.inference.conversations.conversation import Conversation
+from agentevo.inference.default_engine import OWN
 from agentevo.inference.remote_models import RemoteConversations
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.compute.positions import context_length
 from agentevo.rollout.group import GroupAttempt, InfrastructureFailure
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.task_source import TaskSource
-from agentevo.runs.audit.rebuilt_weights import rebuild
 from agentevo.runs.audit.recorded import RecordedEngine, RecordedModels
-from agentevo.runs.audit.resampling import Difference, resample
-from agentevo.runs.audit.stored_weights import PolicyAt, Source, StoredVersions
+from agentevo.runs.audit.resampling import Difference, DifferenceKind, resample
+from agentevo.runs.audit.stored_weights import Source, StoredVersions, load_version, rebuild
 from agentevo.runs.orchestration.components import AgentFunction
 from agentevo.runs.orchestration.players import find_agent
 from agentevo.runtime.progress import bar, over
@@ -59,6 +59,9 @@ class TrajectoryReplay(msgspec.Struct, kw_only=True):
     """The number of tokens that were sampled again."""
     ties: int = 0
     """How many of these tokens agree only within rounding (resampling.py)."""
+    unsampled: str = ""
+    """Why the tokens can't be sampled again, so that only the agent played the task again. Empty if
+    they were sampled again."""
     turns: int = 0
     """The number of turns that the agent requested again. It is smaller than recorded only after a
     difference."""
@@ -84,6 +87,15 @@ class TrajectoryReplay(msgspec.Struct, kw_only=True):
         """Whether the agent played the task again."""
         return not self.unplayed
 
+    def note(self, kind: DifferenceKind, turn: int, what: str, position: int = 0) -> None:
+        """Notes a difference. The first one in the trajectory counts."""
+        self.keep_first(Difference(kind=kind, turn=turn, position=position, what=what))
+
+    def keep_first(self, *differences: Difference | None) -> None:
+        """Keeps the first of these differences and of those before."""
+        known = [each for each in (self.difference, *differences) if each is not None]
+        self.difference = min(known, key=lambda difference: difference.place, default=None)
+
     def line(self) -> str:
         """The result as one line to print."""
         summary = (
@@ -93,17 +105,17 @@ class TrajectoryReplay(msgspec.Struct, kw_only=True):
             return f"{self.trajectory}: DIFFERS ({summary}): {self.difference.what}"
 
         ties = f", {self.ties} of them within rounding" if self.ties else ""
-        reward = (
-            f"reward {self.replayed_reward:g}"
-            if self.replayed_reward is not None
-            else "it failed, as recorded"
-        )
+        compared = f"same ({summary}{ties}"
+        if self.unsampled:
+            compared = f"tokens can't be sampled again ({self.unsampled}"
         remote = f"{self.remote_turns} answers of remote models from the record; "
+        played = f"not played again: {self.unplayed}"
+        if self.played and self.replayed_reward is None:
+            played = "it failed, as recorded"
+        elif self.played:
+            played = f"reward {self.replayed_reward:g}"
 
-        return (
-            f"{self.trajectory}: same ({summary}{ties}; {remote if self.remote_turns else ''}"
-            f"{reward if self.played else f'not played again: {self.unplayed}'})"
-        )
+        return f"{self.trajectory}: {compared}; {remote if self.remote_turns else ''}{played})"
 
 
 async def replay(
@@ -119,7 +131,7 @@ async def replay(
     at random by the run's seed.
 
     Available weights are those in the run's folder. With `made_again`, those that
-    rebuilt_weights.py can rebuild are available too. Raises StoreError for an unknown trajectory,
+    stored_weights.py can rebuild are available too. Raises StoreError for an unknown trajectory,
     and CheckpointError if the weights are gone.
     """
     source = TaskSource(config, tasks)
@@ -162,13 +174,11 @@ async def replay(
             )
 
         if trajectory.id in altered and result.difference is None:
-            result.difference = Difference(
-                kind="record",
-                turn=len(trajectory.turns),
-                position=0,
-                what="its tokens and turns are the same, but its row is not what was written "
-                "(`agentevo audit` lists all such rows)",
+            what = (
+                "its tokens and turns are the same, but its row is not what was written "
+                "(`agentevo audit` lists all such rows)"
             )
+            result.note("record", len(trajectory.turns), what)
 
     return [replays[trajectory.id] for trajectory in chosen]
 
@@ -266,7 +276,7 @@ async def _sample_again(
     section = config.sampling
     filters = SamplingParams(top_p=section.top_p, top_k=section.top_k, min_p=section.min_p)
     async for version, source in sources:
-        loaded = PolicyAt(config, {version: source}.__getitem__, policy).load(version)
+        loaded = load_version(config, source, version, policy)
         chat = (
             ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
             if chat is None
@@ -281,16 +291,18 @@ async def _sample_again(
             resampled = resample(trajectory, version, loaded, filters)
             result.tokens += resampled.num_tokens
             result.ties += resampled.num_ties
-            _keep_first(result, *resampled.differences)
+            result.keep_first(*resampled.differences)
+
+    for result in replays.values():
+        difference = result.difference
+        if config.engine.type != OWN and difference and difference.kind in ("token", "logprob"):
+            result.difference = None
+            result.unsampled = (
+                f"the engine {config.engine.type!r} recorded the run, and it does not draw by the "
+                f"rule of the embedded engine (engine.type={OWN}), which a replay repeats"
+            )
 
     return replays, chat, context
-
-
-def _keep_first(result: TrajectoryReplay, *differences: Difference) -> None:
-    before = [result.difference] if result.difference is not None else []
-    result.difference = min(
-        [*before, *differences], key=lambda difference: difference.place, default=None
-    )
 
 
 def _player(config: RunConfig, agent: AgentFunction | None) -> Agent | None:
@@ -400,30 +412,25 @@ def _compare(
     is None if the attempt failed."""
     result.turns = engine.num_answered
     result.remote_turns = models.num_answered
-    for difference in (engine.difference, models.difference):
-        if difference is not None:
-            _keep_first(result, difference)
+    result.keep_first(engine.difference, models.difference)
 
     if trajectory.status != "completed" or result.difference is not None or played is None:
         return
 
     last = len(trajectory.turns)
     if played.status != "completed":
-        _keep_first(
-            result,
-            Difference(kind="end", turn=last, position=0, what=f"the agent failed: {played.error}"),
-        )
+        result.note("end", last, f"the agent failed: {played.error}")
         return
 
     result.replayed_reward = played.reward
     if engine.num_answered < last:
         what = f"the agent ended after {engine.num_answered} turns, the record has {last}"
-        _keep_first(result, Difference(kind="end", turn=engine.num_answered, position=0, what=what))
+        result.note("end", engine.num_answered, what)
     elif models.num_answered < len(trajectory.remote_turns):
         num_asked = models.num_answered
         num_recorded = len(trajectory.remote_turns)
         what = f"the agent asked remote models {num_asked} times, the record has {num_recorded}"
-        _keep_first(result, Difference(kind="end", turn=last, position=0, what=what))
+        result.note("end", last, what)
     else:
         _compare_rewards(trajectory, played, result)
 
@@ -434,12 +441,7 @@ def _compare_rewards(trajectory: Trajectory, played: Trajectory, result: Traject
         paid = earned.get(turn.index, 0.0)
         if abs(paid - turn.reward) > REWARD_TOLERANCE:
             what = f"turn {turn.index} earned {paid:g}, in the record {turn.reward:g}"
-            _keep_first(
-                result,
-                Difference(
-                    kind="reward", turn=turn.index, position=len(turn.completion_ids), what=what
-                ),
-            )
+            result.note("reward", turn.index, what, len(turn.completion_ids))
 
     if (
         abs(played.reward - trajectory.reward) > REWARD_TOLERANCE
@@ -451,6 +453,4 @@ def _compare_rewards(trajectory: Trajectory, played: Trajectory, result: Traject
             f"{played.truncated}), in the record {trajectory.reward:g} ({trajectory.success}, "
             f"{trajectory.truncated})"
         )
-        _keep_first(
-            result, Difference(kind="reward", turn=len(trajectory.turns), position=0, what=what)
-        )
+        result.note("reward", len(trajectory.turns), what)

@@ -53,10 +53,13 @@ COARSE = Tolerance(uniform=2e-2, logprob=0.25)
 """The tolerance for all other weights."""
 
 
+DifferenceKind = Literal["token", "logprob", "prompt", "end", "reward", "record"]
+
+
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """The first difference between a replay and the record."""
 
-    kind: Literal["token", "logprob", "prompt", "end", "reward", "record"]
+    kind: DifferenceKind
     turn: int
     position: int
     """The index of the token in the turn's completion, or in its prompt for the kind `prompt`, from

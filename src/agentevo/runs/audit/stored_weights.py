@@ -4,11 +4,14 @@ them.
     checkpoints/step-VERSION
     weights/version-VERSION     the weights published to engines
     the recipe itself           version 0, without a cold start
+
+`rebuild` makes deleted weights again from the plans of the committed steps (resume.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import io
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -19,16 +22,22 @@ from agentevo.config.named_agents import trained_policies, with_model_of
 from agentevo.errors import CheckpointError, EngineError
 from agentevo.inference.weights.weights_folder import WeightsFolder
 from agentevo.models.compute.linear import drop_packed
+from agentevo.models.compute.parameters import trained_weights
 from agentevo.models.files.load import LoadedModel
+from agentevo.observability import LiveView
+from agentevo.runs.folder.chain import KEY, OLDER_VERSION
 from agentevo.runs.orchestration.agent_policies import checkpoint_of
-from agentevo.runs.orchestration.components import load_policy
+from agentevo.runs.orchestration.cold_start import cold_start
+from agentevo.runs.orchestration.components import AgentFunction, load_policy, open_components
+from agentevo.runs.orchestration.resume import replay_step
+from agentevo.runs.orchestration.rollout_sources import SynchronousRollouts
+from agentevo.runs.orchestration.trainers import make_trainer, make_trainers
 from agentevo.training.checkpoint import Checkpoints
+from agentevo.types import Task
 
 Source: TypeAlias = Path | Mapping[str, torch.Tensor]
 """The folder of a checkpoint, or the trained parameters under the model's own names. An empty
 mapping means the recipe's unchanged model."""
-WeightsOf: TypeAlias = Callable[[int], Source]
-"""Returns the weights of a version. Raises CheckpointError if they are not available."""
 
 
 class StoredVersions:
@@ -65,7 +74,7 @@ class StoredVersions:
         return self._has[version]
 
     def weights_of(self, version: int) -> Source:
-        """See WeightsOf."""
+        """The weights of a version. Raises CheckpointError if they are not available."""
         if self._is_trained and version in self._checkpoints.steps():
             path = self._checkpoints.path(version)
             return checkpoint_of(path, self._config, self._policy) or path
@@ -90,35 +99,88 @@ class StoredVersions:
         )
 
 
-class PolicyAt:
-    """Loads the policy at one version after the other. Only one is in memory."""
+def load_version(config: RunConfig, source: Source, version: int, policy: str = "") -> LoadedModel:
+    """The policy with the weights of `source`. Raises CheckpointError or ModelError if they can't
+    be loaded."""
+    config = with_model_of(config, policy)
+    if isinstance(source, Path):
+        return load_policy(config, source)
 
-    def __init__(self, config: RunConfig, weights_of: WeightsOf, policy: str = "") -> None:
-        self._config = with_model_of(config, policy)
-        self._weights_of = weights_of
+    loaded = load_policy(config)
+    parameters = dict(loaded.model.named_parameters())
+    wrong = [
+        name
+        for name, tensor in source.items()
+        if name not in parameters or parameters[name].shape != tensor.shape
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"the weights of version {version} are not of {config.model.name}: it has no "
+            f"{wrong[0]} of that shape"
+        )
 
-    def load(self, version: int) -> LoadedModel:
-        """Raises CheckpointError or ModelError if it is not available."""
-        source = self._weights_of(version)
-        if isinstance(source, Path):
-            return load_policy(self._config, source)
+    with torch.no_grad():
+        for name, tensor in source.items():
+            parameters[name].copy_(tensor)
 
-        loaded = load_policy(self._config)
-        parameters = dict(loaded.model.named_parameters())
-        wrong = [
-            name
-            for name, tensor in source.items()
-            if name not in parameters or parameters[name].shape != tensor.shape
+    drop_packed(loaded.model)
+    return loaded
+
+
+async def rebuild(
+    config: RunConfig,
+    versions: Collection[int],
+    *,
+    agent: AgentFunction | None = None,
+    tasks: Sequence[Task] | None = None,
+    policy: str = "",
+) -> AsyncGenerator[dict[str, torch.Tensor], None]:
+    """Yields the trained parameters by name, for each of `versions` in order. It takes one pass
+    from the nearest complete checkpoint before them. With several policies, the parameters are
+    those of `policy`. They are the trainer's own tensors, so they are valid until the next
+    iteration.
+
+    The updates in between are repeated, without sampling. Raises CheckpointError for a version that
+    was never committed.
+    """
+    if not versions:
+        return
+
+    checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
+    start = checkpoints.newest_whole(min(versions))
+    path = checkpoints.path(start) if start is not None else None
+    async with open_components(config, agent=agent, tasks=tasks, checkpoint=path) as parts:
+        steps = [
+            record
+            for record in await parts.store.steps(after=start or 0)
+            if record.step <= max(versions)
         ]
-        if wrong:
+        if any(KEY not in record.record for record in steps):
+            raise CheckpointError(f"{config.run_dir}: {OLDER_VERSION}")
+
+        unknown = sorted(set(versions) - {start or 0} - {record.step for record in steps})
+        if unknown:
             raise CheckpointError(
-                f"the weights of version {version} are not of {self._config.model.name}: it has "
-                f"no {wrong[0]} of that shape"
+                f"version {unknown[0]} can't be rebuilt: {config.run_dir} has no committed "
+                f"step {unknown[0]}"
             )
 
-        with torch.no_grad():
-            for name, tensor in source.items():
-                parameters[name].copy_(tensor)
+        trainers = make_trainers(parts)
+        trainer, source = make_trainer(parts, SynchronousRollouts(parts), trainers)
+        if path is not None:
+            trainer.load_state_dict(checkpoints.load(path)[0])
+        else:
+            if config.cold_start.episodes:
+                cold_start(
+                    parts,
+                    LiveView(config.run.name, plain=True, stream=io.StringIO()),
+                    lambda: False,
+                    trainers,
+                )
+            trainer.begin()
 
-        drop_packed(loaded.model)
-        return loaded
+        for version in range(start or 0, max(versions) + 1):
+            if version > (start or 0):
+                await replay_step(trainer, source, steps[version - (start or 0) - 1])
+            if version in versions:
+                yield trained_weights(parts.policies[policy].model if policy else parts.model)

@@ -9,8 +9,7 @@ from itertools import chain
 
 from agentevo.errors import StoreError, TrainingError
 from agentevo.rollout.sampler import BASELINE
-from agentevo.runs.audit.findings import Audit, AuditViolation
-from agentevo.runs.audit.texts import count_texts
+from agentevo.runs.audit.findings import Audit
 from agentevo.runs.folder.chain import RecordedRows
 from agentevo.store import rules
 from agentevo.store.codec import content_digest, is_as_added, is_as_written
@@ -63,9 +62,9 @@ async def check_rest(
             unused |= rows
             async for stored in store.trajectories(state=state):
                 name = stored.trajectory.id
-                count_texts(stored, report)
+                report.count_texts(stored)
                 for what in wrong_content(stored, rows.get(name)):
-                    report.violations.append(AuditViolation(what, trajectory=name))
+                    report.add(what, trajectory=name)
                 report.emptied += stored.tokens_deleted
                 attempts[name] = None if stored.tokens_deleted else _shown(stored)
 
@@ -82,7 +81,7 @@ async def check_rest(
         trained = {row.task_id for row in committed}
         await _check_tasks(store, records, trained, attempted, queues, report)
     except StoreError as error:
-        report.violations.append(AuditViolation(f"untrained trajectories can't be read: {error}"))
+        report.add(f"untrained trajectories can't be read: {error}")
 
 
 def _shown(stored: StoredTrajectory) -> str:
@@ -111,7 +110,7 @@ def _check_recorded(
                 what = f"it was changed: its digest is {attempts[name]} now, and was {digest}"
             else:
                 continue
-            report.violations.append(AuditViolation(what, step=record.step, trajectory=name))
+            report.add(what, step=record.step, trajectory=name)
 
     report.unproven_attempts = len(attempts.keys() - recorded_names)
 
@@ -122,7 +121,7 @@ def _check_states(
     """Checks that dropped trajectories are still dropped, and that untrained ones have a reason."""
 
     def add_violation(what: str, name: str) -> None:
-        report.violations.append(AuditViolation(what, trajectory=name))
+        report.add(what, trajectory=name)
 
     named: set[str] = set()
     for record in records:
@@ -184,12 +183,10 @@ def _check_groups(
     for name, attempts in groups.items():
         expected_size = 1 if name.startswith(f"{name.rpartition('/')[0]}/{BASELINE}@") else size
         if rules.lacks_members(attempts, expected_size):
-            report.violations.append(
-                AuditViolation(
-                    f"the group {name} is incomplete: it has the attempts "
-                    f"{', '.join(map(str, sorted(attempts)))}, and was written with at least "
-                    f"{expected_size}, from 0 on"
-                )
+            report.add(
+                f"the group {name} is incomplete: it has the attempts "
+                f"{', '.join(map(str, sorted(attempts)))}, and was written with at least "
+                f"{expected_size}, from 0 on"
             )
 
 
@@ -214,7 +211,7 @@ async def _check_committed(
     for summary in committed:
         if summary.trained_step not in steps:
             what = f"it is committed to step {summary.trained_step}, which has no record"
-            report.violations.append(AuditViolation(what, trajectory=summary.id))
+            report.add(what, trajectory=summary.id)
 
 
 async def _check_tasks(
@@ -231,7 +228,7 @@ async def _check_tasks(
     with its group."""
 
     def add_violation(what: str) -> None:
-        report.violations.append(AuditViolation(f"task {name} {what}"))
+        report.add(f"task {name} {what}")
 
     recorded: dict[str, set[str]] = {}
     for record in records:
@@ -274,4 +271,4 @@ async def _check_tasks(
             f"task {lost_id} was played, according to the record of its step, but is not in the "
             "store"
         )
-        report.violations.append(AuditViolation(what))
+        report.add(what)

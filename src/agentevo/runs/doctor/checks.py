@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from agentevo.observability.remedies import Remedies
-from agentevo.runs.doctor.memory_measures import kind_of
 
 LOGPROB_TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 0.2}
 """Largest allowed |engine - trainer| for one token, in nats, by the dtype of the computation."""
@@ -298,59 +297,42 @@ def _gib(size: float) -> float:
 
 
 def judge_memory(
-    parts: Mapping[str, float],
-    available: float,
-    turned: Mapping[str, float] | None = None,
-    together: tuple[str, float] | None = None,
+    parts: Mapping[str, float], available: float, turned: Mapping[str, float] | None = None
 ) -> Check:
     """`parts`: name -> bytes that training will still need. `available`: bytes that are free now.
-    `turned`: 'key=value' -> bytes needed with this change, the cheapest change first.
-    `together`: the same for several changes, if no single one is enough."""
+    `turned`: 'key=value' -> bytes needed with this change, the cheapest change first."""
     needed = sum(parts.values())
-    listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+    listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
     finding = (
         f"needs about {needed / GIB:.2f} GiB more ({listed}), {available / GIB:.2f} GiB are free"
     )
     if needed <= MEMORY_ROOM * available:
         return Check("memory", "good", finding)
 
-    return Check(
-        "memory",
-        "wrong" if needed > available else "warning",
-        finding,
-        _memory_advice(needed, available, turned or {}, together),
-    )
+    status: Literal["warning", "wrong"] = "wrong" if needed > available else "warning"
+    return Check("memory", status, finding, _memory_advice(needed, available, turned or {}))
 
 
-def _memory_advice(
-    needed: float,
-    available: float,
-    turned: Mapping[str, float],
-    together: tuple[str, float] | None,
-) -> str:
-    """The first change that is enough, or a combination that is; else those that save most, one
-    for each key."""
-    choices = [*turned.items(), *([together] if together else [])]
-    for change, needed_after in choices:
-        if needed_after <= MEMORY_ROOM * available:
-            return f"set {change}, which saves {(needed - needed_after) / GIB:.2f} GiB"
-
-    measures = [
-        f"{change} saves {saved / GIB:.2f} GiB" for saved, change in rank_measures(needed, turned)
-    ]
-    last = "use a smaller model, or close other programs"
-    return f"no change is enough: {', '.join(measures)}; {last}" if measures else last
-
-
-def rank_measures(needed: float, turned: Mapping[str, float]) -> list[tuple[float, str]]:
-    """(bytes saved, measure), the largest first: the best one of each kind, if it saves more than
-    a fiftieth. `turned`: see `judge_memory`."""
+def _memory_advice(needed: float, available: float, turned: Mapping[str, float]) -> str:
+    """The first change that is enough; else those that save more than a fiftieth, the best of each
+    key, the largest saving first."""
     best: dict[str, tuple[float, str]] = {}
     for change, needed_after in turned.items():
-        kind = kind_of(change)
-        best[kind] = max(best.get(kind, (0.0, "")), (needed - needed_after, change))
+        saved = needed - needed_after
+        if needed_after <= MEMORY_ROOM * available:
+            return f"set {change}, which saves {saved / GIB:.2f} GiB"
+        key = change.partition("=")[0]
+        best[key] = max(best.get(key, (0.02 * needed, "")), (saved, change))
 
-    return sorted((saving for saving in best.values() if saving[0] > 0.02 * needed), reverse=True)
+    measures = [
+        f"{change} saves {saved / GIB:.2f} GiB"
+        for saved, change in sorted(best.values(), reverse=True)
+        if change
+    ]
+    last = "use a smaller model, or close other programs"
+    if not measures:
+        return last
+    return f"no single change is enough: {', '.join(measures)}; combine them, or {last}"
 
 
 def judge_rows(num_rows: int, num_bad: int) -> Check:

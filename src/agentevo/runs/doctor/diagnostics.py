@@ -2,47 +2,59 @@
 the numbers (`checks`).
 
 The policy is the recipe's as it is before any training, or a checkpoint of it. The group's
-trajectories go to a temporary store; the run's folder is neither created nor touched.
+trajectories go to a temporary store; the run's folder is neither created nor touched. Of a recipe
+for `agentevo sft`, the conversations are read and encoded as training would.
 """
 
 from __future__ import annotations
 
+import math
 import tempfile
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
-
-from agentevo.config import EnvironmentAgentSection, RunConfig
+from agentevo.config import EnvironmentAgentSection, RunConfig, SFTSection
 from agentevo.config.named_agents import trained_agents
 from agentevo.inference.conversations.conversation import Conversation
 from agentevo.inference.embedded.kv_cache import kv_bytes_per_token
 from agentevo.inference.engine import Engine
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.compute.positions import context_length
-from agentevo.models.compute.rows import row_settings
+from agentevo.models.compute.rows import row_settings, shares_prefixes
+from agentevo.models.files.load import LoadedModel
+from agentevo.observability import LiveView
 from agentevo.observability.remedies import remedies_of
 from agentevo.rollout.group import RolloutGroup
 from agentevo.rollout.sampler import Player, Sampler
 from agentevo.runs.doctor import checks
 from agentevo.runs.doctor import group_checks as measure
 from agentevo.runs.doctor.checks import Check
-from agentevo.runs.doctor.memory_measures import list_measures, weigh_measures
-from agentevo.runs.doctor.services import check_services, has_problem
-from agentevo.runs.doctor.store_check import check_store_server
-from agentevo.runs.doctor.unloaded_policy import variant_needs
+from agentevo.runs.doctor.memory_estimate import Load, Sizes, engine_weights
+from agentevo.runs.doctor.memory_measures import check_memory_room
+from agentevo.runs.doctor.services import check_services, check_store_server, has_problem
 from agentevo.runs.orchestration.agent_policies import players
-from agentevo.runs.orchestration.components import Components, check_memory, open_components
+from agentevo.runs.orchestration.components import (
+    Components,
+    check_memory,
+    load_policy,
+    open_components,
+)
+from agentevo.runs.orchestration.conversations import SFTData, check_sft_data, load_sft_data
 from agentevo.runs.orchestration.players import check_named, find_agent
-from agentevo.runtime.devices import is_accelerator
 from agentevo.runtime.event_loop import run_coroutine
+from agentevo.runtime.seeds import derive_seed
+from agentevo.training.batching.partition import split_by_tokens
+from agentevo.training.supervised import plan_batches
 from agentevo.training.tree import build_tree
-from agentevo.types import Task, Trajectory
+from agentevo.types import Sample, Task, Trajectory
+
+LARGEST_BATCHES = 8
+"""The number of batches, those with most tokens, among which the largest in memory is sought."""
 
 
 def check_recipe(config: RunConfig, checkpoint: Path | None = None) -> list[Check]:
-    """Checks the servers that the recipe needs (`services`, `store_check`), and plays the group of
+    """Checks the servers that the recipe needs (`services`), and plays the group of
     the first training task with the recipe's settings. Raises like `train` for a model that can't
     be loaded."""
     services = [*check_services(config), *check_store_server(config)]
@@ -230,29 +242,23 @@ def _judge_sizes(parts: Components, attempts_with_turns: list[Trajectory]) -> li
     together = config.trainer.groups_per_step * config.trainer.group_size
     kv_tokens = int(parts.engine.stats().get("engine/kv_capacity_tokens", together * longest))
     token_bytes = kv_bytes_per_token(parts.model)
-    on_gpu = is_accelerator(parts.model.device)
     num_sampled = (
         sum(len(turn.completion_ids) for attempt in attempts_with_turns for turn in attempt.turns)
         * config.trainer.groups_per_step
     )
 
-    def needs(turned: RunConfig, model: PreTrainedModel) -> dict[str, float]:
-        room = kv_tokens * turned.engine.kv_cache_gb / config.engine.kv_cache_gb
-        cached = min(int(room), together * longest)
-        return measure.memory_parts(
-            model,
-            turned,
-            step_tokens=per_step,
-            cache_bytes=float(cached * token_bytes),
-            step_rows=min(num_sampled, per_step),
-            device=parts.model.device,
-        )
+    def load_of(changed: RunConfig) -> Load:
+        trainer = changed.trainer
+        tokens = min(math.ceil(per_step / trainer.minibatches), trainer.micro_batch_tokens)
+        rows = math.ceil(tokens * min(1.0, num_sampled / max(1, per_step)))
+        is_single = tokens * trainer.minibatches >= per_step
+        return Load(tokens, rows, parts.model.device.type == "cpu", is_single)
 
-    needs_in_all = variant_needs(config, parts.model, needs)
-    needed = needs(config, parts.model)
-    free = measure.free_bytes(parts.model.device)
-    list_for = partial(list_measures, on_cpu=not on_gpu)
-    turned, combined = weigh_measures(config, list_for, needs_in_all, checks.MEMORY_ROOM * free)
+    def engine_of(changed: RunConfig, sizes: Sizes) -> float:
+        room = kv_tokens * changed.engine.kv_cache_gb / config.engine.kv_cache_gb
+        cache_bytes = min(int(room), together * longest) * token_bytes
+        return cache_bytes + engine_weights(changed, sizes.trained_bytes)
+
     return [
         checks.judge_context(
             max(map(len, paths)),
@@ -261,9 +267,64 @@ def _judge_sizes(parts: Components, attempts_with_turns: list[Trajectory]) -> li
             is_tiny=config.model.name == "tiny",
         ),
         checks.judge_kv_cache(together, longest, kv_tokens, token_bytes, config.engine.max_running),
-        checks.judge_memory(needed, free, turned, combined),
+        check_memory_room(config, parts.model, load_of, engine_of),
     ]
 
 
 def _context_length(parts: Components) -> int:
     return context_length(parts.model.config)
+
+
+def check_sft_recipe(config: RunConfig) -> list[Check]:
+    """The checks of a recipe for `agentevo sft`. Creates nothing. Raises like `sft` for data that
+    can't be read and a model that can't be loaded."""
+    check_sft_data(config)
+    check_memory(config)
+    loaded = load_policy(config, None)
+    chat = (
+        None
+        if config.environment is None
+        else ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+    )
+    context = context_length(loaded.model.config)
+    data = load_sft_data(config, loaded.tokenizer, chat, context, LiveView(config.run.name))
+    lengths = [
+        len(row.ids) for rows in (*data.train.values(), *data.held_out.values()) for row in rows
+    ]
+
+    return [
+        checks.judge_rows(
+            sum(report.rows for report in data.reports),
+            sum(len(report.bad) for report in data.reports),
+        ),
+        checks.judge_lengths(lengths, context),
+        _judge_sft_memory(config, loaded, data),
+    ]
+
+
+def _judge_sft_memory(config: RunConfig, loaded: LoadedModel, data: SFTData) -> Check:
+    sizes = data.sizes()
+    batches = plan_batches(sizes, config.sft, derive_seed(config.run.seed, "sft-order"))
+    largest = sorted(batches, key=lambda names: sum(sizes[name] for name in names), reverse=True)[
+        :LARGEST_BATCHES
+    ]
+    samples = [data.batch(names) for names in largest]
+
+    def load_of(changed: RunConfig) -> Load:
+        on_cpu = loaded.model.device.type == "cpu"
+        merge = shares_prefixes(loaded.model, changed.sft.prefix_merging)
+        return max(_load(batch, changed.sft, merge=merge, on_cpu=on_cpu) for batch in samples)
+
+    return check_memory_room(config, loaded.model, load_of, lambda changed, sizes: 0.0, "sft")
+
+
+def _load(batch: list[Sample], section: SFTSection, *, merge: bool, on_cpu: bool) -> Load:
+    """The load of the largest micro-batch. `merge`: see `pack`."""
+    split = split_by_tokens([s.ids for s in batch], section.micro_batch_tokens, merge=merge)
+    loads = []
+    for part in split:
+        nodes = build_tree([batch[i].ids for i in part], merge=merge).num_nodes
+        rows = min(nodes, sum(batch[i].num_trained for i in part))
+        loads.append(Load(nodes, rows, on_cpu, len(split) == 1))
+
+    return max(loads)

@@ -8,7 +8,6 @@ packing, attention) can therefore not hide an error.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,31 +15,18 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentevo.config import RunConfig
 from agentevo.errors import EngineError
 from agentevo.inference.conversations.conversation import Conversation
 from agentevo.inference.conversations.drift import DriftPlace
 from agentevo.inference.embedded.sampling import filter_logits
 from agentevo.inference.engine import CANT_SCORE, Engine, ScoringEngine, TokenListener, TokenScores
-from agentevo.inference.weights.transports import local_transport
 from agentevo.models.compute.attention import NAME
 from agentevo.models.compute.rows import row_settings
 from agentevo.models.token_rows import token_logits
-from agentevo.runs.doctor.memory_estimate import (
-    FLOAT,
-    Load,
-    optimizer_bytes,
-    packed_bytes,
-    total,
-    trained_of,
-    training_bytes,
-)
-from agentevo.runtime.devices import memory
 from agentevo.types import Completion, SamplingParams, Trajectory, Turn
 
 Request = tuple[tuple[int, ...], tuple[int, ...]]
 """A request to the engine and its answer, as token ids."""
-OWN_WEIGHTS = "engine's own weights"
 
 
 class WatchedEngine:
@@ -232,95 +218,3 @@ def worst_case_tokens(
         default=0,
     )
     return first + max_turns * max_new_tokens + (max_turns - 1) * added
-
-
-def memory_parts(
-    model: PreTrainedModel,
-    config: RunConfig,
-    *,
-    step_tokens: int,
-    cache_bytes: float,
-    step_rows: int | None = None,
-    device: torch.device | None = None,
-) -> dict[str, float]:
-    """Bytes that training takes in addition to the weights, at its peak. `step_tokens`: distinct
-    tokens that a step trains on; `cache_bytes`: of the keys and values that the engine holds at
-    once; `step_rows`: nodes of a step whose prediction is trained (by default all); `device`: where
-    a model without weights would be."""
-    device = model.device if device is None else device
-    tokens = min(
-        math.ceil(step_tokens / config.trainer.minibatches), config.trainer.micro_batch_tokens
-    )
-    share = 1.0 if step_rows is None else step_rows / max(1, step_tokens)
-    load = Load(
-        tokens,
-        math.ceil(tokens * share),
-        tokens * config.trainer.minibatches >= step_tokens,
-        device.type == "cpu",
-    )
-    parts = training_bytes(model, load, config.memory)
-    cache = {"key-value cache": cache_bytes}
-    trained = trained_of(model)
-    copy = float(
-        trained.total * next(model.parameters()).element_size()
-    )  # a base under adapters is its own reference's too
-    packed = packed_bytes(model, device)
-    other_parts = engine_weights(config, copy, packed)
-    sampling = {} if OWN_WEIGHTS in other_parts else {"packed weights": packed}
-
-    of_twin = copy + sum(optimizer_bytes(trained, config.memory).values()) * (
-        load.on_cpu or not config.memory.offload_optimizer
-    )
-    of_twin += FLOAT * trained.total  # its gradients stay until its next step
-    other_parts |= other_models(config, copy, of_twin)
-
-    kept_parts = {
-        name: parts[name] for name in ("optimizer", "float32 weights") if name in parts
-    }  # also while the engine samples
-    return other_parts | max(kept_parts | sampling | cache, parts | cache, key=total)
-
-
-def other_models(config: RunConfig, copy: float, trained: float) -> dict[str, float]:
-    """Bytes of the models other than the policy: `copy` for a frozen one, `trained` for one that
-    learns."""
-    if config.data.taught:
-        return {}
-
-    needs = config.algorithm.needs
-    preference = config.algorithm.preference()
-    models = {}
-    if (
-        config.algorithm.kl_coef > 0
-        or "process_rewards" in needs
-        or (preference is not None and preference.needs_reference)
-    ):
-        models["reference copy"] = copy
-
-    if "values" in needs and config.critic.trunk == "own":
-        models["critic"] = trained
-    if "process_rewards" in needs:
-        models["process reward"] = trained
-
-    return models
-
-
-def engine_weights(config: RunConfig, copy: float, packed: float) -> dict[str, float]:
-    """Bytes of the weights that an engine in this process has in addition to the trainer's, with
-    the matrices that it packs for sampling. `copy`: a second copy of the trained weights;
-    `packed`: the packed matrices of one model."""
-    rollout = config.rollout
-    if rollout.samplers or not rollout.staleness:
-        return {}
-
-    weights = {}
-    if local_transport(config, is_separate=False) == "copy":
-        weights[OWN_WEIGHTS] = copy + packed
-    if rollout.policy == "wait":
-        weights["earlier weights"] = rollout.staleness * (copy + packed)
-
-    return weights
-
-
-def free_bytes(device: torch.device) -> float:
-    """The free bytes of the device."""
-    return memory(device)[0]

@@ -1,35 +1,57 @@
-"""How much memory training takes in addition to the weights, from shapes alone. docs/training.md
-compares it with measured peaks.
+"""The memory that training takes on each process: the large terms, from the model's shape alone. No
+weight is read or created. docs/training.md says what is left out, and compares it with measured
+peaks.
 
-The estimate sums what is alive at each moment that can be the peak, and takes the largest: the
-start of the backward pass (all activations, the output layer), the backward pass of each decoder
-layer (the remaining activations, the layer's own recomputed, gradients so far), its end (all
-gradients), and the optimizer's step. For decoders of Llama's kind, dense; attention keeps no
-scores.
+    term           bytes                                           divided by
+    weights        as loaded, and float32 masters                  shard, tensor, pipeline
+    gradients      4 per trained number                            shard, tensor, pipeline
+    optimizer      2 moments per trained number                    shard, tensor, pipeline
+    activations    of the longest micro-batch, in all layers       tensor, context, pipeline
+    logits         blocks of rows x vocabulary                     tensor
+    other models   reference, critic, process reward               as the policy
+    engine         its cache and weights, on the first process     nothing
 
-Freed memory that allocators keep is not counted: glibc keeps blocks below 32 MiB
-(docs/training.md), CUDA's allocator some per cent.
+Experts are divided by `expert` or `shard`, and by `tensor`. FSDP gathers the embeddings and two
+layers at once. The first of N pipeline stages keeps the activations of N micro-batches. For
+decoders of Llama's kind; attention keeps no scores. Freed memory that allocators keep is not
+counted.
 """
 
 from __future__ import annotations
 
+import math
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
-from agentevo.config import MemorySection
+from agentevo.config import LoraSection, MemorySection, RunConfig
+from agentevo.inference.vllm.options import read_options
+from agentevo.inference.weights.transports import local_transport
+from agentevo.models.compute.adapters import add_adapter, peft, read_adapter_config
+from agentevo.models.compute.attention import prepare
 from agentevo.models.compute.compiled import is_compiled
-from agentevo.models.compute.linear import available
+from agentevo.models.compute.positions import context_length
+from agentevo.models.config_overrides import model_config
+from agentevo.models.files.load import make_hollow
+from agentevo.models.files.resolve import fetch_config
 from agentevo.models.token_rows import causal_model
+from agentevo.runs.doctor.checks import GIB
+from agentevo.runs.orchestration.checks import needs_no_whole_model
+from agentevo.runs.orchestration.components import load_policy
 from agentevo.training.kernels.cells import CELL_BYTES, OTHER_CELL_BYTES
 from agentevo.training.kernels.linear_logprobs import KEPT_BYTES
 
 FLOAT = 4
-LIBRARIES = 28 * 2**20
-"""On a CPU: the memory of oneDNN and small allocations, measured from the first pass on."""
+TERMS = ("weights", "gradients", "optimizer", "activations", "logits", "other models", "engine")
+PACKED_BYTES = {"8bit": 1.0, "4bit": 1 / 2 + 1 / 64 + 4 / (64 * 256)}
+"""Bytes per weight in bitsandbytes. 4-bit weights also have a one-byte scale per 64 weights and a
+float32 scale per 256 of these scales (arXiv 2305.14314, section 3)."""
 Checkpointing = Literal["none", "selective", "full"]
 
 
@@ -61,10 +83,6 @@ class TrainedParameters:
     """Counts of the numbers that are trained."""
 
     total: int
-    layers: int
-    """The trained numbers in decoder layers."""
-    largest: int
-    """Count of the numbers in the largest parameter."""
     output: bool
     embedding: bool
     norms: bool
@@ -82,17 +100,34 @@ class TrainedParameters:
     """Numbers that they add to."""
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """The largest micro-batch."""
 
     tokens: int
     """Distinct ones."""
     rows: int
     """Nodes whose prediction is trained."""
-    single: bool
-    """Whether an optimizer step has no other."""
     on_cpu: bool
+    single: bool = False
+    """Whether an optimizer step has no other."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The shape of a model, with numbers of its parameters."""
+
+    model: PreTrainedModel
+    shape: Shape
+    trained: TrainedParameters
+    numbers: int
+    frozen_bytes: float
+    trained_bytes: float
+    layer: int
+    """Numbers in one decoder layer."""
+    root: int
+    """Numbers outside the decoder layers: embedding, output layer, last norm."""
+    experts: int
+    """Numbers in the experts of all layers."""
 
 
 def shape_of(model: PreTrainedModel) -> Shape:
@@ -123,11 +158,6 @@ def trained_of(model: PreTrainedModel) -> TrainedParameters:
     """Of a model, adapters or not."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     inner = causal_model(model)
-    ends = {
-        id(p)
-        for end in (inner.get_input_embeddings(), inner.get_output_embeddings())
-        for p in end.parameters()
-    }
 
     def has(*parts: str) -> bool:
         return any(part in name for name in trained for part in parts)
@@ -138,10 +168,6 @@ def trained_of(model: PreTrainedModel) -> TrainedParameters:
     num_layers = inner.config.get_text_config().num_hidden_layers
     return TrainedParameters(
         total=sum(p.numel() for p in trained.values()),
-        layers=sum(
-            p.numel() for name, p in trained.items() if ".layers." in name and id(p) not in ends
-        ),
-        largest=max((p.numel() for p in trained.values()), default=0),
         output=any(p.requires_grad for p in inner.get_output_embeddings().parameters()),
         embedding=any(p.requires_grad for p in inner.get_input_embeddings().parameters()),
         norms=has("layernorm"),
@@ -151,6 +177,26 @@ def trained_of(model: PreTrainedModel) -> TrainedParameters:
         masters=any(p.element_size() < FLOAT for p in trained.values()),
         adapter_inputs=sum_widths("lora_A", 1) / num_layers,
         adapter_outputs=sum_widths("lora_B", 0) / num_layers,
+    )
+
+
+def sizes_of(model: PreTrainedModel) -> Sizes:
+    """The sizes of a model, with or without its weights."""
+    shape = shape_of(model)
+    named = dict(model.named_parameters())
+    numbers = sum(p.numel() for p in named.values())
+    in_layers = sum(p.numel() for name, p in named.items() if ".layers." in name)
+    frozen_bytes = sum(p.nbytes for p in named.values() if not p.requires_grad)
+    return Sizes(
+        model,
+        shape,
+        trained_of(model),
+        numbers,
+        frozen_bytes,
+        weight_bytes(model) - frozen_bytes,
+        in_layers // shape.num_layers,
+        numbers - in_layers,
+        sum(p.numel() for name, p in named.items() if ".experts." in name),
     )
 
 
@@ -221,96 +267,196 @@ def optimizer_bytes(trained: TrainedParameters, memory: MemorySection) -> dict[s
     return {name: size for name, size in sizes.items() if size}
 
 
-def pass_bytes(
-    shape: Shape, trained: TrainedParameters, load: Load, memory: MemorySection
+def longest_pass(config: RunConfig, sizes: Sizes) -> int:
+    """Tokens of the largest micro-batch: trainer.micro_batch_tokens, or the longest attempt if that
+    is longer. Only its completions count, because the lengths of prompts are unknown before
+    rollout. For recipes that train on conversations: sft.micro_batch_tokens."""
+    if config.data.taught:
+        return config.sft.micro_batch_tokens
+
+    turns = 1 if getattr(config.agent, "memory", None) == "turn" else config.agent.max_turns
+    longest = min(turns * config.sampling.max_new_tokens, context_length(sizes.model.config))
+    return max(config.trainer.micro_batch_tokens, longest)
+
+
+def process_terms(
+    config: RunConfig, sizes: Sizes, stage: int = 0, load: Load | None = None
 ) -> dict[str, float]:
-    """Memory at the peak of a forward and backward pass, or of the optimizer's step: name ->
-    bytes."""
-    mode = memory.checkpointing
-    kept_per_layer = (
-        0.0 if memory.offload_activations else layer_bytes(shape, trained, mode) * load.tokens
+    """Bytes of each term on a process of this pipeline stage, 0 to pipeline - 1, without engine.
+    `load`: by default a micro-batch of `longest_pass` that trains all its tokens."""
+    mesh = config.trainer.parallel
+    root = sizes.root
+    if mesh.pipeline > 1:  # the embedding is in the first stage, the output layer in the last
+        embedding = sizes.shape.vocabulary * sizes.shape.hidden
+        has_output = stage == mesh.pipeline - 1
+        root = embedding * (stage == 0) + (sizes.root - embedding) * has_output
+
+    experts = sizes.experts / mesh.pipeline
+    dense = sizes.layer * sizes.shape.num_layers / mesh.pipeline + root - experts
+    held = dense / mesh.shard + experts / max(mesh.expert, mesh.shard)
+    share = held / mesh.tensor / sizes.numbers  # of the whole model
+    trained = share * sizes.trained.total
+
+    is_on_device = not config.memory.offload_optimizer
+    moments = optimizer_bytes(sizes.trained, config.memory).get("optimizer", 0.0)
+    optimizer = is_on_device * share * moments
+    gradients = FLOAT * trained
+    if mesh.shard > 1:  # float32 shards are the masters; groups are gathered to compute
+        copy = share * sizes.frozen_bytes + FLOAT * trained
+        weights = copy + sizes.shape.element * (root + 2 * sizes.layer) / mesh.tensor
+        if not sizes.frozen_bytes:
+            gradients += FLOAT * (root + sizes.layer) / mesh.tensor
+    else:  # copies share the frozen base under adapters
+        copy = share * sizes.trained_bytes
+        masters = FLOAT * trained * sizes.trained.masters * is_on_device
+        weights = share * sizes.frozen_bytes + copy + masters
+
+    if load is None:
+        tokens = longest_pass(config, sizes)
+        load = Load(tokens, tokens, config.model.device == "cpu")
+
+    activations, logits = _pass_bytes(config, sizes, stage, load)
+    others = other_models(config, copy, copy + gradients + optimizer)
+    if load.single:  # gradients appear as activations are freed
+        gradients = max(0.0, gradients - activations - logits)
+
+    parts = (weights, gradients, optimizer, activations, logits, others, 0.0)
+    return dict(zip(TERMS, parts, strict=True))
+
+
+def _pass_bytes(config: RunConfig, sizes: Sizes, stage: int, load: Load) -> tuple[float, float]:
+    """Bytes of activations and of logits, at the start of a backward pass or in that of the last
+    layer, whichever is more."""
+    mesh = config.trainer.parallel
+    cut = {
+        name: math.ceil(getattr(sizes.shape, name) / mesh.tensor)
+        for name in ("query", "key", "num_heads", "intermediate", "vocabulary")
+    }
+    shape = replace(sizes.shape, **cut)
+    tokens = math.ceil(load.tokens / mesh.context)
+    per_layer = layer_bytes(shape, sizes.trained, config.memory.checkpointing) * tokens
+    per_layer *= not config.memory.offload_activations
+    kept = per_layer * shape.num_layers / mesh.pipeline
+    in_layer = layer_bytes(shape, sizes.trained, "none") * tokens - per_layer
+    in_layer += passing_bytes(shape, sizes.trained, tokens)
+
+    # The gradient of a vocabulary matrix, before it is added to earlier ones; FSDP's is gathered.
+    matrix = float(FLOAT * shape.vocabulary * shape.hidden) * (mesh.shard == 1)
+    num_later = mesh.pipeline - 1 - stage  # stages, which work on as many further micro-batches
+    if num_later:  # no loss is computed here; sent hidden states are kept
+        kept += float(shape.hidden * tokens * shape.element)
+        return kept * num_later + max(kept + in_layer, matrix * sizes.trained.embedding), 0.0
+
+    load = load._replace(tokens=tokens, rows=math.ceil(load.rows / mesh.context))
+    logits = output_bytes(shape, sizes.trained, load) + matrix * sizes.trained.output
+    in_layer += matrix * (shape.tied and sizes.trained.output)
+    return kept + max(0.0, in_layer - logits), logits
+
+
+def engine_bytes(config: RunConfig, sizes: Sizes, memory: float) -> float:
+    """Bytes of the engine in the first process, whose device has `memory` bytes; 0 if engines in
+    other processes serve, which need devices of their own."""
+    if needs_no_whole_model(config, is_disaggregated=config.rollout.samplers > 0):
+        return 0.0
+
+    whole = sizes.frozen_bytes + sizes.trained_bytes
+    weights = engine_weights(config, sizes.trained_bytes)
+    weights += whole * config.trainer.parallel.is_spread
+    plays = config.environment is not None or not config.data.taught
+    if config.engine.type not in ("torch", "vllm") or not plays:
+        return weights
+
+    cache = config.engine.kv_cache_gb * GIB
+    if config.engine.kv_cache_tokens is not None:
+        a_token = 2.0 * sizes.shape.key * sizes.shape.num_layers * sizes.shape.element
+        cache = config.engine.kv_cache_tokens * a_token
+    if config.engine.type == "torch":
+        return weights + cache
+
+    options = read_options(config.engine)
+    if options.gpu_memory_utilization is not None:
+        return weights + options.gpu_memory_utilization * memory
+    return weights + whole / options.tensor_parallel_size + cache
+
+
+def other_models(config: RunConfig, copy: float, trained: float) -> float:
+    """Bytes of the models other than the policy: `copy` for a frozen one, `trained` for one that
+    learns."""
+    if config.data.taught:
+        return 0.0
+
+    needs = config.algorithm.needs
+    preference = config.algorithm.preference()
+    has_reference = (
+        config.algorithm.kl_coef > 0
+        or "process_rewards" in needs
+        or (preference is not None and preference.needs_reference)
     )
-    full_per_layer = layer_bytes(shape, trained, "none") * load.tokens
-    remade = (
-        full_per_layer - kept_per_layer if mode != "none" or memory.offload_activations else 0.0
-    )
-    passing = passing_bytes(shape, trained, load.tokens)
-
-    matrix = float(shape.vocabulary * shape.hidden)
-    of_output = matrix * FLOAT * trained.output
-    of_embedding = matrix * FLOAT * trained.embedding
-    all_gradients = FLOAT * float(trained.total)
-    per_layer = FLOAT * trained.layers / shape.num_layers
-    pending = (
-        of_output if shape.tied else 0.0
-    )  # waits for the embedding's share before it is added to the gradient
-
-    def moment(gradients: float, activations: float, output: float = 0.0) -> dict[str, float]:
-        return {"gradients": gradients, "activations": activations, "output layer": output}
-
-    before = 0.0 if load.single else all_gradients
-    moments = [
-        moment(
-            before + of_output,
-            kept_per_layer * shape.num_layers,
-            output_bytes(shape, trained, load),
-        )
-    ]
-    for layers_left in range(shape.num_layers, 0, -1):
-        so_far = (
-            of_output + per_layer * (shape.num_layers - layers_left)
-            if load.single
-            else all_gradients + pending
-        )
-        moments.append(moment(so_far, kept_per_layer * layers_left + remade + passing))
-
-    moments.append(
-        moment(
-            (all_gradients if not (load.single and shape.tied) else all_gradients - of_output)
-            + pending
-            + of_embedding,
-            0.0,
-        )
-    )
-    stepping = 6.0 * FLOAT * trained.largest if memory.optimizer == "adamw_8bit" else 0.0
-    moments.append(moment(all_gradients, 0.0) | {"optimizer's step": stepping})
-    largest = max(moments, key=lambda parts: sum(parts.values()))
-    return {name: size for name, size in largest.items() if size}
+    has_critic = "values" in needs and config.critic.trunk == "own"
+    return copy * has_reference + trained * (has_critic + ("process_rewards" in needs))
 
 
-def training_bytes(model: PreTrainedModel, load: Load, memory: MemorySection) -> dict[str, float]:
-    """Memory that training takes on the model's device in addition to the weights and other
-    models, at its peak: name -> bytes."""
-    shape = shape_of(model)
-    trained = trained_of(model)
-    optimizer_state = (
-        {} if memory.offload_optimizer and not load.on_cpu else optimizer_bytes(trained, memory)
-    )
-    return (
-        optimizer_state
-        | pass_bytes(shape, trained, load, memory)
-        | ({"libraries": float(LIBRARIES)} if load.on_cpu else {})
-    )
+def engine_weights(config: RunConfig, copy: float) -> float:
+    """Bytes of the weights that an engine in this process has in addition to the trainer's. `copy`:
+    a second copy of the trained weights."""
+    rollout = config.rollout
+    if rollout.samplers or not rollout.staleness:
+        return 0.0
+
+    own = local_transport(config, is_separate=False) == "copy"
+    return copy * (own + rollout.staleness * (rollout.policy == "wait"))
 
 
 def weight_bytes(model: PreTrainedModel) -> float:
     return float(sum(p.nbytes for p in model.parameters()))
 
 
-def packed_bytes(model: PreTrainedModel, device: torch.device) -> float:
-    """Copies of the decoder layers' matrices that float32 passes without gradient have on a CPU
-    (models/compute/linear.py)."""
-    first = next(model.parameters())
-    if device.type != "cpu" or first.dtype != torch.float32 or not available():
-        return 0.0
-
-    matrices = (
-        p
-        for name, p in model.named_parameters()
-        if ".layers." in name and p.dim() == 2 and "lora_" not in name
-    )
-    return float(sum(p.numel() for p in matrices) * FLOAT)
-
-
 def total(parts: Mapping[str, float]) -> float:
     return sum(parts.values())
+
+
+def unloaded_policy(config: RunConfig) -> PreTrainedModel:
+    """The policy of a recipe without its weights: every parameter has the shape, the type and the
+    size that it has in training, on the device `meta`. Reads only config.json. A tiny model is
+    created here, with its weights. Raises ModelError for a missing model, and MissingExtraError if
+    the recipe has adapters and PEFT is not installed."""
+    if config.model.name == "tiny":
+        return load_policy(config).model
+
+    with tempfile.TemporaryDirectory(prefix="agentevo-config-") as temporary_path:
+        folder = fetch_config(config.model.name, Path(temporary_path))
+        return shape_policy(config, model_config(folder, config.model.config_overrides))
+
+
+def shape_policy(config: RunConfig, shape: PretrainedConfig) -> PreTrainedModel:
+    """The policy of a recipe whose model has the configuration `shape`. Raises MissingExtraError if
+    the recipe has adapters and PEFT is not installed."""
+    lora = config.model.lora
+    model = make_hollow(config.model, shape)
+    if not lora.enabled:
+        return prepare(model, compute=config.trainer.compute)
+
+    with torch.device("meta"):
+        packed = [] if lora.quantize == "none" else _packed_layers(model)
+        adapted = _adapt(model.requires_grad_(False), lora)
+        for layer in packed:
+            num_bytes = round(layer.weight.numel() * PACKED_BYTES[lora.quantize])
+            layer.weight = nn.Parameter(torch.empty(num_bytes, dtype=torch.uint8), False)
+
+    return prepare(adapted, compute=config.trainer.compute)
+
+
+def _packed_layers(model: PreTrainedModel) -> list[nn.Linear]:
+    """The layers whose weights transformers stores in 8 or 4 bits: all linear layers except the
+    output layer."""
+    output = model.get_output_embeddings()
+    return [m for m in model.modules() if isinstance(m, nn.Linear) and m is not output]
+
+
+def _adapt(model: PreTrainedModel, section: LoraSection) -> PreTrainedModel:
+    if section.adapter is None:
+        return add_adapter(model, section.model_copy(update={"init": "default"}), seed=0)
+
+    saved = read_adapter_config(section.adapter)
+    saved.inference_mode = False
+    return peft().get_peft_model(model, saved).eval()

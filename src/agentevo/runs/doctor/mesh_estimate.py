@@ -1,39 +1,26 @@
-"""The memory that training takes on each process of a mesh: the large terms, from the model's shape
-alone. No weight is read or created; docs/training.md says what is left out.
-
-    term           bytes                                           divided by
-    weights        as loaded, and float32 masters                  shard, tensor, pipeline
-    gradients      4 per trained number                            shard, tensor, pipeline
-    optimizer      2 moments per trained number                    shard, tensor, pipeline
-    activations    of the longest micro-batch, in all layers       tensor, context, pipeline
-    logits         blocks of rows x vocabulary                     tensor
-    other models   reference, critic, process reward               as the policy
-    engine         its cache and weights, on the first process     nothing
-
-Experts are divided by `expert` or `shard`, and by `tensor`. FSDP gathers the embeddings and two
-layers at once. The first of N pipeline stages keeps the activations of N micro-batches.
-"""
+"""`agentevo doctor RECIPE --devices N`: the meshes of N processes whose estimated memory
+(memory_estimate.py) fits the devices."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-
-from transformers import PreTrainedModel
 
 from agentevo.config import ParallelSection, RunConfig
 from agentevo.config.parallel import parallel_contradictions
 from agentevo.errors import ConfigError, ModelError, TrainingError
-from agentevo.inference.vllm.options import read_options
-from agentevo.models.compute.positions import context_length
-from agentevo.runs.doctor import memory_estimate as estimate
 from agentevo.runs.doctor.checks import GIB, Check
-from agentevo.runs.doctor.group_checks import engine_weights, other_models
-from agentevo.runs.doctor.memory_estimate import FLOAT, layer_bytes, total
-from agentevo.runs.doctor.unloaded_policy import unloaded_policy
-from agentevo.runs.orchestration.checks import check_processes, needs_no_whole_model
+from agentevo.runs.doctor.memory_estimate import (
+    TERMS,
+    Sizes,
+    engine_bytes,
+    longest_pass,
+    process_terms,
+    sizes_of,
+    total,
+    unloaded_policy,
+)
+from agentevo.runs.orchestration.checks import check_processes
 from agentevo.runtime.devices import find
 from agentevo.runtime.devices import memory as device_bytes
 from agentevo.training.distribute import check_spread
@@ -46,147 +33,6 @@ MOST_DEVICES = 65_536
 OF_A_NODE = 8
 """The number of devices per machine, if there are several machines. A tensor group stays within one
 machine."""
-TERMS = ("weights", "gradients", "optimizer", "activations", "logits", "other models", "engine")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The shape of a model, with numbers of its parameters."""
-
-    model: PreTrainedModel
-    shape: estimate.Shape
-    trained: estimate.TrainedParameters
-    numbers: int
-    frozen_bytes: float
-    trained_bytes: float
-    layer: int
-    """Numbers in one decoder layer."""
-    root: int
-    """Numbers outside the decoder layers: embedding, output layer, last norm."""
-    experts: int
-    """Numbers in the experts of all layers."""
-
-
-def sizes_of(model: PreTrainedModel) -> Sizes:
-    """The sizes of a model, with or without its weights."""
-    shape = estimate.shape_of(model)
-    named = dict(model.named_parameters())
-    numbers = sum(p.numel() for p in named.values())
-    in_layers = sum(p.numel() for name, p in named.items() if ".layers." in name)
-    frozen_bytes = sum(p.nbytes for p in named.values() if not p.requires_grad)
-    return Sizes(
-        model,
-        shape,
-        estimate.trained_of(model),
-        numbers,
-        frozen_bytes,
-        estimate.weight_bytes(model) - frozen_bytes,
-        in_layers // shape.num_layers,
-        numbers - in_layers,
-        sum(p.numel() for name, p in named.items() if ".experts." in name),
-    )
-
-
-def longest_pass(config: RunConfig, sizes: Sizes) -> int:
-    """Tokens of the largest micro-batch: trainer.micro_batch_tokens, or the longest attempt if that
-    is longer. Only its completions count, because the lengths of prompts are unknown before
-    rollout. For recipes that train on conversations: sft.micro_batch_tokens."""
-    if config.data.taught:
-        return config.sft.micro_batch_tokens
-
-    turns = 1 if getattr(config.agent, "memory", None) == "turn" else config.agent.max_turns
-    longest = min(turns * config.sampling.max_new_tokens, context_length(sizes.model.config))
-    return max(config.trainer.micro_batch_tokens, longest)
-
-
-def process_terms(config: RunConfig, sizes: Sizes, stage: int = 0) -> dict[str, float]:
-    """Bytes of each term on a process of this pipeline stage, 0 to pipeline - 1, without engine."""
-    mesh = config.trainer.parallel
-    root = sizes.root
-    if mesh.pipeline > 1:  # the embedding is in the first stage, the output layer in the last
-        embedding = sizes.shape.vocabulary * sizes.shape.hidden
-        has_output = stage == mesh.pipeline - 1
-        root = embedding * (stage == 0) + (sizes.root - embedding) * has_output
-
-    experts = sizes.experts / mesh.pipeline
-    dense = sizes.layer * sizes.shape.num_layers / mesh.pipeline + root - experts
-    held = dense / mesh.shard + experts / max(mesh.expert, mesh.shard)
-    share = held / mesh.tensor / sizes.numbers  # of the whole model
-    trained = share * sizes.trained.total
-
-    is_on_device = not config.memory.offload_optimizer
-    moments = estimate.optimizer_bytes(sizes.trained, config.memory).get("optimizer", 0.0)
-    optimizer = is_on_device * share * moments
-    gradients = FLOAT * trained
-    if mesh.shard > 1:  # float32 shards are the masters; groups are gathered to compute
-        copy = share * sizes.frozen_bytes + FLOAT * trained
-        weights = copy + sizes.shape.element * (root + 2 * sizes.layer) / mesh.tensor
-        if not sizes.frozen_bytes:
-            gradients += FLOAT * (root + sizes.layer) / mesh.tensor
-    else:  # copies share the frozen base under adapters
-        copy = share * sizes.trained_bytes
-        masters = FLOAT * trained * sizes.trained.masters * is_on_device
-        weights = share * sizes.frozen_bytes + copy + masters
-
-    activations, logits = _pass_bytes(config, sizes, stage)
-    others = total(other_models(config, copy, copy + gradients + optimizer))
-    parts = (weights, gradients, optimizer, activations, logits, others, 0.0)
-    return dict(zip(TERMS, parts, strict=True))
-
-
-def _pass_bytes(config: RunConfig, sizes: Sizes, stage: int) -> tuple[float, float]:
-    """Bytes of activations and of logits, at the start of a backward pass or in that of the last
-    layer, whichever is more."""
-    mesh = config.trainer.parallel
-    cut = {
-        name: math.ceil(getattr(sizes.shape, name) / mesh.tensor)
-        for name in ("query", "key", "num_heads", "intermediate", "vocabulary")
-    }
-    shape = replace(sizes.shape, **cut)
-    tokens = math.ceil(longest_pass(config, sizes) / mesh.context)
-    per_layer = layer_bytes(shape, sizes.trained, config.memory.checkpointing) * tokens
-    per_layer *= not config.memory.offload_activations
-    kept = per_layer * shape.num_layers / mesh.pipeline
-    in_layer = layer_bytes(shape, sizes.trained, "none") * tokens - per_layer
-    in_layer += estimate.passing_bytes(shape, sizes.trained, tokens)
-
-    # The gradient of a vocabulary matrix, before it is added to earlier ones; FSDP's is gathered.
-    matrix = float(FLOAT * shape.vocabulary * shape.hidden) * (mesh.shard == 1)
-    num_later = mesh.pipeline - 1 - stage  # stages, which work on as many further micro-batches
-    if num_later:  # no loss is computed here; sent hidden states are kept
-        kept += float(shape.hidden * tokens * shape.element)
-        return kept * num_later + max(kept + in_layer, matrix * sizes.trained.embedding), 0.0
-
-    load = estimate.Load(tokens, tokens, single=False, on_cpu=config.model.device == "cpu")
-    logits = estimate.output_bytes(shape, sizes.trained, load) + matrix * sizes.trained.output
-    in_layer += matrix * (shape.tied and sizes.trained.output)
-    return kept + max(0.0, in_layer - logits), logits
-
-
-def engine_bytes(config: RunConfig, sizes: Sizes, memory: float) -> float:
-    """Bytes of the engine in the first process, whose device has `memory` bytes; 0 if engines in
-    other processes serve, which need devices of their own."""
-    if needs_no_whole_model(config, is_disaggregated=config.rollout.samplers > 0):
-        return 0.0
-
-    whole = sizes.frozen_bytes + sizes.trained_bytes
-    weights = total(engine_weights(config, sizes.trained_bytes, 0.0))
-    weights += whole * config.trainer.parallel.is_spread
-    plays = config.environment is not None or not config.data.taught
-    if config.engine.type not in ("torch", "vllm") or not plays:
-        return weights
-
-    cache = config.engine.kv_cache_gb * GIB
-    if config.engine.kv_cache_tokens is not None:
-        a_token = 2.0 * sizes.shape.key * sizes.shape.num_layers * sizes.shape.element
-        cache = config.engine.kv_cache_tokens * a_token
-    if config.engine.type == "torch":
-        return weights + cache
-
-    options = read_options(config.engine)
-    if options.gpu_memory_utilization is not None:
-        return weights + options.gpu_memory_utilization * memory
-    return weights + whole / options.tensor_parallel_size + cache
 
 
 def estimate_mesh(

@@ -26,8 +26,8 @@ from agentevo.config.parallel import world_size
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.models.compute.positions import context_length
 from agentevo.runs.doctor.checks import GIB, Check
-from agentevo.runs.doctor.memory_estimate import total
-from agentevo.runs.doctor.mesh_estimate import ROOM, longest_pass, process_terms, sizes_of
+from agentevo.runs.doctor.memory_estimate import longest_pass, process_terms, sizes_of, total
+from agentevo.runs.doctor.mesh_estimate import ROOM
 from agentevo.runs.orchestration.checks import check_processes
 from agentevo.runs.orchestration.components import load_policy
 from agentevo.runs.orchestration.ranks import join_ranks

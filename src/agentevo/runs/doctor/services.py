@@ -1,5 +1,5 @@
-"""Checks of the servers that a recipe needs in addition to the policy: its tools, and its remote
-models.
+"""Checks of the servers that a recipe needs in addition to the policy: its tools, its remote
+models, and the database that a run would write its attempts to (`store.url`).
 
 The checks open each entry of `agent.tools` for the first task, as an attempt does, and list its
 tools without calling them. They ask the server of each remote model for its list of models.
@@ -16,11 +16,15 @@ from agentevo.agents.tools.toolbox import Toolbox
 from agentevo.config import RunConfig
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.config.tools import ToolSection
-from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.errors import AgentEvoError, ConfigError, NoStoreError
 from agentevo.inference.remote_models.served import check_served, served_models
 from agentevo.models.files.resolve import missing_model
 from agentevo.rollout.given_tasks import read_tasks
 from agentevo.runs.doctor.checks import Check
+from agentevo.runs.folder.run_folder import is_run_folder, run_store_url
+from agentevo.runs.folder.shared_store import content_of
+from agentevo.runs.folder.store_opening import open_run_store
+from agentevo.runtime.credentials import is_same_place, without_password
 from agentevo.runtime.event_loop import in_thread, run_coroutine
 from agentevo.types import Task
 
@@ -145,3 +149,39 @@ async def _check_model(name: str, section: RemoteModelSection) -> Check:
 def _list_names(names: list[str]) -> str:
     omitted = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return (", ".join(names[:MAX_NAMES]) or "none") + omitted
+
+
+def check_store_server(config: RunConfig) -> list[Check]:
+    """A check of the recipe's database; none if the store is a file. Creates nothing, but a store
+    of an older version gets the schema of this version, as in a run."""
+    url = config.store.url
+    if url is None or url.startswith("sqlite:"):
+        return []
+    return [run_coroutine(_check_store(config, url))]
+
+
+async def _check_store(config: RunConfig, url: str) -> Check:
+    started_at = time.monotonic()
+    where = without_password(url)
+    try:
+        async with await open_run_store(
+            url, timeout_s=ANSWER_S, within_s=ANSWER_S, create=False, notify=lambda message: None
+        ) as store:
+            content = await content_of(store)
+    except NoStoreError:
+        content = ""
+    except AgentEvoError as error:
+        return Check("store", "wrong", f"{where}: {error}")
+
+    took = time.monotonic() - started_at
+    if not content:
+        return Check("store", "good", f"{where} answers in {took:.1f} s, and holds no run yet")
+    if is_run_folder(config.run_dir) and is_same_place(run_store_url(config.run_dir), url):
+        return Check("store", "good", f"{where} answers in {took:.1f} s: {content} of this run")
+
+    return Check(
+        "store",
+        "warning",
+        f"{where} holds {content} of another run, so a new run is refused",
+        "give another ?schema=NAME or database, or resume that run with --resume",
+    )

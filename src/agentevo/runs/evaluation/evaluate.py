@@ -17,7 +17,6 @@ from agentevo.config.sections import EvaluationSection, SamplingSection
 from agentevo.errors import AttemptsFailedError, ConfigError
 from agentevo.rollout.task_source import TaskSource
 from agentevo.runs.evaluation.contestants import Contestant, find_contestants
-from agentevo.runs.evaluation.parts import parts_of_tasks
 from agentevo.runs.evaluation.play import (
     PlaySettings,
     check_play,
@@ -26,7 +25,7 @@ from agentevo.runs.evaluation.play import (
     play,
 )
 from agentevo.runs.evaluation.results import AttemptLine, ResultsFolder, task_digest
-from agentevo.runs.evaluation.summary import numbers_of, summarise
+from agentevo.runs.evaluation.summary import numbers_of, parts_of_tasks, summarise
 from agentevo.runs.orchestration.tracking import Lines, check_tracking, report_evaluation
 from agentevo.runtime.event_loop import run_coroutine
 from agentevo.types import Task

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+import psutil
 
 from agentevo.errors import AgentEvoError, ConfigError, describe_error
 from agentevo.inference.conversations.conversation import Conversation
@@ -137,20 +138,10 @@ class _Inbox:
 
 
 def _send_heartbeats(teller: EventWriter) -> None:
+    process = psutil.Process()
     while True:
-        teller(words.Beat(_memory()))
+        teller(words.Beat(process.memory_info().rss))
         time.sleep(HEARTBEAT_S)
-
-
-def _memory() -> int:
-    """The resident memory of this process in bytes. 0 if unknown."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _clean_text(text: str) -> str:

@@ -26,7 +26,7 @@ from typing import IO, Any, TypeVar
 import msgspec
 
 from agentevo.errors import ConfigError, describe_error
-from agentevo.runs.folder.output_folder import check_empty, locked_output
+from agentevo.runs.folder.lock import check_empty, locked_output
 from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.files import must_write, sync_to_disk, write_atomic
 from agentevo.types import Status, Task, Trajectory

@@ -19,10 +19,9 @@ from agentevo.inference.remote_models import RemoteModels
 from agentevo.inference.remote_models.model import check_keys
 from agentevo.rollout.failures import FirstFailures, failure_kind
 from agentevo.rollout.scoring import Scoring
-from agentevo.runs.evaluation.parts import parts_of_tasks
 from agentevo.runs.evaluation.play import PlaySettings, check_engine, line_of, run_folder
 from agentevo.runs.evaluation.results import AttemptLine, ResultsFolder
-from agentevo.runs.evaluation.summary import summarise
+from agentevo.runs.evaluation.summary import parts_of_tasks, summarise
 from agentevo.runtime.event_loop import run_coroutine
 from agentevo.runtime.progress import over
 from agentevo.types import Task, Trajectory

@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from agentevo.errors import ConfigError
 from agentevo.rollout.failures import count_kinds, summarize_failures
+from agentevo.rollout.task_stages import value_of
 from agentevo.runs.evaluation.estimates import (
     Estimate,
     ks_of,
@@ -21,12 +23,59 @@ from agentevo.runs.evaluation.estimates import (
     paired_difference,
     pass_at_k,
 )
-from agentevo.runs.evaluation.parts import Parts
 from agentevo.runs.evaluation.results import AttemptLine
+from agentevo.types import Task
 
+MAX_VALUES = 50
+STAGE = "stage"
+Parts = Mapping[str, Mapping[str, frozenset[str]]]
+"""Maps a key to a mapping from its values to the ids of the tasks with that value."""
 Lines = Sequence[AttemptLine]
 OfTask = Callable[[Lines], float | None]
 """The value of the completed attempts at a task. None if it is not defined."""
+
+
+def parts_of_tasks(tasks: Sequence[Task], settings: Mapping[str, Any]) -> Parts:
+    """The groups of tasks that an evaluation's settings request (`stages`, `by`). Raises
+    ConfigError for a key that no task has, or that has too many values."""
+    parts: dict[str, dict[str, frozenset[str]]] = {}
+    if stages := settings.get("stages"):
+        parts[STAGE] = {name: frozenset(ids) for name, ids in stages.items()}
+
+    for key in settings.get("by", ()):
+        values = {task.id: value_of(task, key) for task in tasks}
+        distinct = {value for value in map(_hashable, values.values()) if value is not None}
+        if not distinct:
+            keys = sorted({name for task in tasks for name in task.metadata})
+            raise ConfigError(
+                f"--by {key}: no task has that key: they have {', '.join(keys[:12]) or 'none'}"
+            )
+
+        if len(distinct) > MAX_VALUES:
+            raise ConfigError(
+                f"--by {key}: it has {len(distinct)} different values, and a table shows at most "
+                f"{MAX_VALUES}: give another key, or other tasks"
+            )
+
+        parts[key] = {
+            "(none)" if value is None else str(value): frozenset(
+                name for name, task_value in values.items() if _hashable(task_value) == value
+            )
+            for value in sorted({*map(_hashable, values.values())}, key=_sort_key)
+        }
+
+    return parts
+
+
+def _hashable(value: Any) -> Any:
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def _sort_key(value: Any) -> tuple[int, float, str]:
+    """Numbers by size, then texts, then tasks without a value."""
+    if isinstance(value, (int, float)):
+        return (0, float(value), "")
+    return (2, 0.0, "") if value is None else (1, 0.0, str(value))
 
 
 def summarise(

@@ -1,10 +1,11 @@
-"""Annotations as training data: rows for `agentevo sft`, pairs and labelled answers for
-`data.pairs` of `agentevo train`, and data to calibrate a judge. sft     attempts that are right, as
-`agentevo trajectories export --sft` writes them, and edited
-        last replies, with only that reply trained unless the attempt is right
-pairs   better against worse from where two conversations part, edited against original reply
-labels  attempts that are right or wrong as {"prompt", "completion", "label"}, for kto and rft
-judge   each verdict with the reward, its parts and the conversation
+"""Annotations and pairs of attempts as training data: rows for `agentevo sft`, pairs and labelled
+answers for `data.pairs` of `agentevo train`, and data to calibrate a judge.
+
+    sft     attempts that are right, as `agentevo trajectories export --sft` writes them, and edited
+            last replies, with only that reply trained unless the attempt is right
+    pairs   better against worse from where two conversations part, edited against original reply
+    labels  attempts that are right or wrong as {"prompt", "completion", "label"}, for kto and rft
+    judge   each verdict with the reward, its parts and the conversation
 
 A file of pairs can't represent tools, so attempts with tools are left out of pairs and labels.
 Attempts at held-out tasks become verdicts for a judge. They become rows to train on only with
@@ -21,12 +22,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from agentevo.data import RowError, RowReport
 from agentevo.errors import AgentEvoError, ConfigError
-from agentevo.runs.folder.annotations import RIGHT, Annotation, Annotations
+from agentevo.runs.folder.annotations import RIGHT, Annotation, Annotations, last_answer
 from agentevo.runs.folder.sft_export import ReadAnswer, conversations_of
 from agentevo.store.export import atomic_file
+from agentevo.store.records import TrajectorySummary
 from agentevo.store.store import Store
-from agentevo.types import RemoteTurn, Trajectory, Turn
+from agentevo.types import RemoteTurn, Trajectory
 
 Format = Literal["sft", "pairs", "labels", "judge"]
 FORMATS: tuple[Format, ...] = ("sft", "pairs", "labels", "judge")
@@ -42,12 +45,6 @@ NOT_WHOLE = "the last reply was cut off by the token limit"
 
 class LeftOutError(Exception):
     """An annotation gives no row. The message is the reason."""
-
-
-def last_answer(trajectory: Trajectory) -> Turn | RemoteTurn | None:
-    """The reply that an annotation may edit: the last trained turn."""
-    turns: Sequence[Turn | RemoteTurn] = trajectory.remote_turns or trajectory.turns
-    return turns[-1] if turns else None
 
 
 async def export_annotations(
@@ -244,3 +241,63 @@ def _judge_row(annotation: Annotation, trajectory: Trajectory, read: ReadAnswer)
         "who": annotation.who,
         "at": annotation.at,
     }
+
+
+async def export_pairs(
+    store: Store, path: Path, read: ReadAnswer, *, margin: float = 0.0, per_group: int = 1
+) -> RowReport:
+    """Writes pairs of a run's training attempts at the same task, for `agentevo sft --reward-model`
+    and `data.pairs`: the best attempt of a group with the worst, the second best with the second
+    worst, and so on, at most `per_group` of a group, whose rewards differ by more than `margin`. A
+    pair has messages and no tokens, because a reward model has its own tokenizer. Returns the
+    account of all pairs. Raises ConfigError if there is no pair. Then nothing is written."""
+    report = RowReport("export")
+    groups: dict[str, list[TrajectorySummary]] = {}
+    for summary in await store.summaries(split="train"):
+        if summary.status == "completed":
+            groups.setdefault(summary.group_id, []).append(summary)
+
+    with atomic_file(path) as file:
+        for name, members in groups.items():
+            members.sort(key=lambda member: (-member.reward, member.id))
+            for index in range(min(per_group, len(members) // 2)):
+                better = members[index]
+                worse = members[-1 - index]
+                report.rows += 1
+                try:
+                    row = await _pair_row(store, better, worse, margin, read)
+                except RowError as error:
+                    report.add(f"{name}, pair {index + 1}", error)
+                    continue
+
+                file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+
+        if not report.used:
+            what = report.lines() or ["no group has two training attempts"]
+            raise ConfigError("\n".join(["no pair was written:", *what]))
+
+    return report
+
+
+async def _pair_row(
+    store: Store,
+    better: TrajectorySummary,
+    worse: TrajectorySummary,
+    margin: float,
+    read: ReadAnswer,
+) -> dict[str, object]:
+    """Raises RowError."""
+    difference = better.reward - worse.reward
+    if not difference > margin:
+        raise RowError("alike", f"the rewards differ by {difference:g}, not more than {margin:g}")
+
+    try:
+        sides = [
+            conversation(await store.trajectory(summary.id), read) for summary in (better, worse)
+        ]
+        pair = pair_of(*sides)
+    except LeftOutError as error:
+        raise RowError("alike", str(error)) from error
+
+    about = {"task_id": better.task_id, "better": better.id, "worse": worse.id}
+    return {**pair, **about, "rewards": [better.reward, worse.reward]}

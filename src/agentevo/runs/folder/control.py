@@ -29,6 +29,9 @@ import msgspec
 
 from agentevo.errors import ConfigError
 from agentevo.runs.folder.records import CHANGES, add_record
+from agentevo.runs.folder.run_folder import command_of, resume_command
+from agentevo.runs.folder.run_state import RunReader
+from agentevo.runs.folder.sources import RunSource
 from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.files import create_atomic, open_regular, write_atomic
 
@@ -82,6 +85,28 @@ class ControlSession(msgspec.Struct, frozen=True, kw_only=True):
 def read_session(folder: Path) -> ControlSession | None:
     """The newest trainer of the folder. None if there is none that accepts requests."""
     return _read(folder / SESSION, ControlSession)
+
+
+def session_of(folder: Path, state: str | None = None) -> tuple[ControlSession | None, str]:
+    """The session of the process that trains in the folder now, or None and the reason. `state`:
+    the run's state, if it is known. Reads files."""
+    if state is None:
+        reader = RunReader(RunSource(folder.name, folder.name, folder))
+        reader.read()
+        state = reader.view.state
+
+    if state != "running":
+        command = resume_command(folder, command_of(folder))
+        resume = f"`{command}`" if command else "The command that started it, with --resume,"
+        resume_hint = "" if state == "finished" else f". {resume} resumes it"
+        return None, f"the run is not training (it is {state}){resume_hint}"
+
+    session = read_session(folder)
+    if session is None or session.has_ended:
+        why = "it is still starting, or is a command or several processes that accept no requests"
+        return None, f"this run accepts no requests now: {why}, or is of an older version"
+
+    return session, ""
 
 
 def ask(folder: Path, do: Action, *, id: str, session: str, who: str) -> None:

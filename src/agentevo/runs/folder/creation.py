@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import ConfigError
+from agentevo.observability.current_activity import NOW
 from agentevo.observability.tracing.setup import FOLDER as TRACING
 from agentevo.rollout.given_tasks import TASKS_FILE
 from agentevo.runs.folder.chain import HEAD, HeadFile, is_given_up
 from agentevo.runs.folder.lock import LOCK, check_free, only_trainer
-from agentevo.runs.folder.now_file import NOW
 from agentevo.runs.folder.resume_rules import check_resume
 from agentevo.runs.folder.run_folder import MADE_BY
 from agentevo.runs.folder.shared_store import check_store, prepare_store

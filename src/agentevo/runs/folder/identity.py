@@ -5,9 +5,9 @@ compare their configuration with the config.yaml under rollout.weights.url (`Sha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import ConfigError, StoreUnavailableError
@@ -34,6 +34,7 @@ from agentevo.runtime.signals import finishes_before_stop
 if TYPE_CHECKING:
     from agentevo.inference.weights.objects import Objects
 
+T = TypeVar("T")
 SHOWN_KEYS = 5
 STAGING = ".config.yaml."
 
@@ -65,9 +66,10 @@ def ensure_run_folder(
         shared = SharedConfig.of(config)
         is_known = _is_known(config, shared, within_s, stop, note)
         url = config.store.url
-        content = (
-            run_coroutine(_content_of(url, within_s, stop, note)) if url and not is_known else ""
-        )
+        content: str | None = ""
+        if url and not is_known:
+            looking = _content_of(url, within_s, note)
+            content = run_coroutine(_unless_stopped(looking, stop))
         if content:  # perhaps from a process of this run that has started in the meantime
             is_known = _is_known(config, shared, within_s, stop, note)
         if content is None or is_known is None:
@@ -192,23 +194,16 @@ def _is_known(
     ConfigError if it has another run."""
     if shared is None:
         return False
-    shared_tree = run_coroutine(_read_shared_tree(shared, within_s, stop, note))
+    reading = shared.read(OPEN_TIMEOUT_S if within_s is None else within_s, note)
+    shared_tree = run_coroutine(_unless_stopped(reading, stop))
     if shared_tree:
         _refuse_others(changes(config, shared_tree), shared.place)
     return None if shared_tree is None else bool(shared_tree)
 
 
-async def _read_shared_tree(
-    shared: SharedConfig,
-    within_s: float | None,
-    stop: Callable[[], bool],
-    note: Callable[[str], None],
-) -> dict[str, Any] | None:
-    """The run's configuration from its object store, empty if it has none yet. None if `stop` is
-    set before the answer."""
-    looking = asyncio.create_task(
-        shared.read(OPEN_TIMEOUT_S if within_s is None else within_s, note)
-    )
+async def _unless_stopped(work: Coroutine[Any, Any, T], stop: Callable[[], bool]) -> T | None:
+    """The result of `work`. None if `stop` is set before it."""
+    looking = asyncio.create_task(work)
     return looking.result() if await finishes_before_stop(looking, stop) else None
 
 
@@ -222,23 +217,15 @@ def _check_place(config: RunConfig) -> None:
         )
 
 
-async def _content_of(
-    url: str, within_s: float | None, stop: Callable[[], bool], note: Callable[[str], None]
-) -> str | None:
-    """Describes the content of a store outside of the folder. None if `stop` is set before the
-    answer."""
-
-    async def look() -> str:
-        async with await open_run_store(url, within_s=within_s, notify=note) as store:
-            return await with_retries(
-                lambda: content_of(store),
-                within_s=STORE_RETRY_S,
-                what="checking that the store is empty",
-                notify=note,
-            )
-
-    looking = asyncio.create_task(look())
-    return looking.result() if await finishes_before_stop(looking, stop) else None
+async def _content_of(url: str, within_s: float | None, note: Callable[[str], None]) -> str:
+    """Describes the content of a store outside of the folder."""
+    async with await open_run_store(url, within_s=within_s, notify=note) as store:
+        return await with_retries(
+            lambda: content_of(store),
+            within_s=STORE_RETRY_S,
+            what="checking that the store is empty",
+            notify=note,
+        )
 
 
 def _create(config: RunConfig) -> None:

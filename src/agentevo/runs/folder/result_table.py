@@ -41,6 +41,8 @@ NOT_COMPARABLE = (
     "after can't be compared."
 )
 
+FIGURES = ("before", "after", "gain", "sampled", "random", "optimal", "wall_s")
+"""The numbers of a `RunResult` of which a row has the mean."""
 SHOWN_KEYS = 3
 """The maximum number of keys that distinguish rows with the same name. Runs that differ in more
 keys are distinguished by their folders."""
@@ -67,6 +69,11 @@ class RunResult:
     """The larger share of failed attempts of the two evaluations before and after."""
     setting: frozenset[tuple[str, str]]
     """The keys of the configuration, with their values, that runs of the same row must share."""
+
+    @property
+    def gain(self) -> float | None:
+        """The change of success, None if one of the two is unknown."""
+        return None if self.before is None or self.after is None else self.after - self.before
 
 
 class TableFigure(NamedTuple):
@@ -95,10 +102,10 @@ class ResultRow:
     def seeds(self) -> str:
         return ", ".join(str(result.seed) for result in self.results)
 
-    def figure(self, value: Callable[[RunResult], float | None]) -> TableFigure | None:
-        """The value over the runs. None if a run has no such value."""
-        values = [figure for result in self.results if (figure := value(result)) is not None]
-        if len(values) < len(self.results):
+    def figure(self, name: str) -> TableFigure | None:
+        """The number with that name over the runs. None if a run has no such number."""
+        values = [getattr(result, name) for result in self.results]
+        if None in values:
             return None
         return TableFigure(
             statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
@@ -138,30 +145,15 @@ def markdown(rows: Sequence[ResultRow]) -> str:
         ("run", lambda row: labels[row.first.folder]),
         *([("environment", lambda row: row.first.environment or "")] if environments else []),
         ("seeds", lambda row: row.seeds),
-        ("before RL", lambda row: _percent(row.figure(lambda result: result.before), spread=False)),
-        ("after", lambda row: _percent(row.figure(lambda result: result.after))),
-        (
-            "gain, points",
-            lambda row: _points(row.figure(_gain)) + row.mark,
-        ),
-        (
-            "sampled, after",
-            lambda row: _percent(row.figure(lambda result: result.sampled), spread=False),
-        ),
-        (
-            "random player",
-            lambda row: _percent(row.figure(lambda result: result.random), spread=False),
-        ),
-        (
-            "optimal player",
-            lambda row: _percent(row.figure(lambda result: result.optimal), spread=False),
-        ),
+        ("before RL", lambda row: _percent(row.figure("before"), spread=False)),
+        ("after", lambda row: _percent(row.figure("after"))),
+        ("gain, points", lambda row: _points(row.figure("gain")) + row.mark),
+        ("sampled, after", lambda row: _percent(row.figure("sampled"), spread=False)),
+        ("random player", lambda row: _percent(row.figure("random"), spread=False)),
+        ("optimal player", lambda row: _percent(row.figure("optimal"), spread=False)),
         ("held-out tasks", lambda row: _same(result.tasks for result in row.results)),
         ("steps", lambda row: _same(result.steps for result in row.results)),
-        (
-            "time per run",
-            lambda row: _duration(statistics.fmean(result.wall_s for result in row.results)),
-        ),
+        ("time per run", lambda row: _duration(row.figure("wall_s"))),
     ]
     lines = [
         [title for title, _ in columns],
@@ -196,33 +188,16 @@ def _labels(rows: Sequence[ResultRow]) -> list[str]:
     ]
 
 
-def _gain(result: RunResult) -> float | None:
-    if result.before is None or result.after is None:
-        return None
-    return result.after - result.before
-
-
 def as_json(rows: Sequence[ResultRow]) -> list[dict[str, Any]]:
     """The rows as plain values. Each row has the mean and standard deviation of each figure, and
     the values of each seed."""
-    figures: dict[str, Callable[[RunResult], float | None]] = {
-        "before": lambda result: result.before,
-        "after": lambda result: result.after,
-        "gain": _gain,
-        "sampled": lambda result: result.sampled,
-        "random": lambda result: result.random,
-        "optimal": lambda result: result.optimal,
-        "wall_s": lambda result: result.wall_s,
-    }
     entries = []
     for row in rows:
-        means = {
-            name: figure._asdict() if (figure := row.figure(value)) is not None else None
-            for name, value in figures.items()
-        }
+        figures = {name: row.figure(name) for name in FIGURES}
+        means = {name: figure and figure._asdict() for name, figure in figures.items()}
         runs = [
             {"seed": r.seed, "folder": str(r.folder), "tasks": r.tasks, "steps": r.steps}
-            | {name: value(r) for name, value in figures.items()}
+            | {name: getattr(r, name) for name in FIGURES}
             for r in row.results
         ]
         entries.append(
@@ -365,5 +340,6 @@ def _same(values: Iterable[int]) -> str:
     return ", ".join(str(value) for value in dict.fromkeys(values))
 
 
-def _duration(seconds: float) -> str:
+def _duration(figure: TableFigure | None) -> str:
+    seconds = 0.0 if figure is None else figure.mean
     return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 60:.1f} min"

@@ -12,12 +12,17 @@ from typing import Any, Literal
 
 from agentevo.config import sources as yaml_sources
 from agentevo.errors import AgentEvoError
-from agentevo.observability.current_activity import LATE_HEARTBEAT_S, PAUSED, Moment, read_moment
+from agentevo.observability.current_activity import (
+    LATE_HEARTBEAT_S,
+    NOW,
+    PAUSED,
+    Moment,
+    read_moment,
+)
 from agentevo.observability.metrics_table import MetricsTable
 from agentevo.observability.run_warnings import Signs, warnings_in_summary
 from agentevo.observability.summary import is_complete, read_summary
 from agentevo.runs.folder.lock import LOCK
-from agentevo.runs.folder.now_file import NOW
 from agentevo.runs.folder.run_folder import command_of, resume_command
 from agentevo.runs.folder.sources import RunSource
 

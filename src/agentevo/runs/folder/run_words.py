@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from agentevo.errors import AgentEvoError
-from agentevo.observability.current_activity import LATE_HEARTBEAT_S, Moment, read_moment
+from agentevo.observability.current_activity import LATE_HEARTBEAT_S, NOW, Moment, read_moment
 from agentevo.observability.summary import read_summary
-from agentevo.runs.folder.now_file import NOW
 from agentevo.runs.folder.run_folder import finished_summary, is_run_folder
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from agentevo.data import RowError, RowReport
 from agentevo.data.conversation import check_text, conversation_of
@@ -138,27 +138,14 @@ async def export_sft(
     if not summaries:
         raise ConfigError(await _no_attempt_message(store, split))
 
-    report = RowReport("export")
-    good = _select_good(summaries, report, min_reward)
-    if per_task is not None:
-        digests_by_attempt = {
-            stored.trajectory.id: _digests_to_train(stored.trajectory, read, model)
-            async for stored in store.trajectories(split=split, status="completed")
-            if stored.trajectory.id in good
-        }
-        good = _select_best(good, digests_by_attempt, per_task, report)
-
-    with atomic_file(path) as file:
-        rows = _ExportRows(file, report, read, model)
+    async def attempts() -> AsyncIterator[tuple[Trajectory, bool]]:
         async for stored in store.trajectories(split=split, status="completed"):
-            if stored.trajectory.id in good:
-                rows.add(stored.trajectory, tokens_deleted=stored.tokens_deleted)
-        rows.check()
+            yield stored.trajectory, stored.tokens_deleted
 
-    return report
+    return await _export(summaries, attempts, path, read, min_reward, per_task, model)
 
 
-def export_played(
+async def export_played(
     trajectories: Sequence[Trajectory],
     path: Path,
     read: ReadAnswer,
@@ -169,62 +156,59 @@ def export_played(
 ) -> RowReport:
     """Does the same as `export_sft` for the attempts of an evaluation's folder. Raises ConfigError
     if there is nothing to export."""
+
+    async def attempts() -> AsyncIterator[tuple[Trajectory, bool]]:
+        for trajectory in trajectories:
+            yield trajectory, False
+
+    return await _export(trajectories, attempts, path, read, min_reward, per_task, model)
+
+
+async def _export(
+    summaries: Sequence[TrajectorySummary | Trajectory],
+    attempts: Callable[[], AsyncIterator[tuple[Trajectory, bool]]],
+    path: Path,
+    read: ReadAnswer,
+    min_reward: float | None,
+    per_task: int | None,
+    model: str | None,
+) -> RowReport:
+    """`attempts`: reads all attempts, each with whether its tokens were deleted."""
     report = RowReport("export")
-    good = _select_good(trajectories, report, min_reward)
+    good = _select_good(summaries, report, min_reward)
     if per_task is not None:
         digests_by_attempt = {
             trajectory.id: _digests_to_train(trajectory, read, model)
-            for trajectory in trajectories
+            async for trajectory, _ in attempts()
             if trajectory.id in good
         }
         good = _select_best(good, digests_by_attempt, per_task, report)
 
+    known: set[str] = set()
     with atomic_file(path) as file:
-        rows = _ExportRows(file, report, read, model)
-        for trajectory in trajectories:
-            if trajectory.id in good:
-                rows.add(trajectory)
-        rows.check()
-
-    return report
-
-
-class _ExportRows:
-    """Writes the rows of a file."""
-
-    def __init__(
-        self, file: IO[bytes], report: RowReport, read: ReadAnswer, model: str | None
-    ) -> None:
-        self._file = file
-        self._report = report
-        self._read = read
-        self._model = model
-        self._known: set[str] = set()
-
-    def add(self, trajectory: Trajectory, *, tokens_deleted: bool = False) -> None:
-        """Writes all rows of an attempt. Reports the reason if a row or all rows are left out."""
-        has_row = False
-        for row in conversations_of(trajectory, self._read, self._model):
-            has_row = True
-            self._report.rows += 1
-            try:
-                line = _line(row, trajectory, self._known)
-            except RowError as error:
-                self._report.add(trajectory.id, error)
+        async for trajectory, tokens_deleted in attempts():
+            if trajectory.id not in good:
                 continue
 
-            self._file.write(line.encode() + b"\n")
+            rows = list(conversations_of(trajectory, read, model))
+            report.rows += max(len(rows), 1)
+            for row in rows:
+                try:
+                    line = _line(row, trajectory, known)
+                except RowError as error:
+                    report.add(trajectory.id, error)
+                else:
+                    file.write(line.encode() + b"\n")
 
-        if not has_row:
-            self._report.rows += 1
-            author = f"the model {self._model}" if self._model else "a model"
-            reason = "its tokens were deleted" if tokens_deleted else f"{author} said nothing"
-            self._report.add(trajectory.id, RowError("empty", f"{reason} in this attempt"))
+            if not rows:
+                author = f"the model {model}" if model else "a model"
+                reason = "its tokens were deleted" if tokens_deleted else f"{author} said nothing"
+                report.add(trajectory.id, RowError("empty", f"{reason} in this attempt"))
 
-    def check(self) -> None:
-        """Raises ConfigError if nothing was written."""
-        if not self._report.used:
-            raise ConfigError("\n".join(["nothing was written:", *self._report.lines()]))
+        if not report.used:
+            raise ConfigError("\n".join(["nothing was written:", *report.lines()]))
+
+    return report
 
 
 def _select_good(

@@ -19,7 +19,7 @@ from agentevo.config import RunConfig
 from agentevo.config.interpolation import escape_tree
 from agentevo.errors import AgentEvoError, MissingExtraError
 from agentevo.observability import LiveView
-from agentevo.observability.current_activity import Moment
+from agentevo.observability.current_activity import Moment, NowFile
 from agentevo.observability.trackers import (
     TrackedRow,
     TrackedRun,
@@ -32,7 +32,6 @@ from agentevo.observability.trackers.secrets import without_secrets
 from agentevo.observability.trackers.tracker import State
 from agentevo.observability.trackers.tracking import clean_table
 from agentevo.runs.folder.lock import only_trainer
-from agentevo.runs.folder.now_file import NowFile
 from agentevo.types import Trajectory
 
 TENSORBOARD = "tensorboard"
