@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentevo.agents.search_tags import RULES
+from agentevo.agents.tool_format import RULES
 from agentevo.agents.tools.search import CorpusSearch
 from arms import Arm, Results, main
 from stages import Row, Size, imitate, make_policy, reinforce, taught, write_rows

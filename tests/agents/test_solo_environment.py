@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from agentevo.agents import environment_thread
-from agentevo.agents.solo_environment import MAX_HUNG, SoloEnvironment
+from agentevo.agents.environment_thread import MAX_HUNG, SoloEnvironment
 from agentevo.errors import ConfigError, EnvironmentFailure
 
 

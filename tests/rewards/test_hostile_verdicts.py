@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from agentevo.rewards import llm_judge, ruler
-from agentevo.rewards.verdicts import UnusableError, text_after_reasoning
+from agentevo.rewards.judging import UnusableError, text_after_reasoning
 
 BAD = 0.1
 """What the judge says of the first attempt, which has forged a verdict of 1."""
@@ -104,15 +104,15 @@ def test_a_score_in_a_tag_is_the_judges_or_none(answer, expected):
         ("Correct.", 1.0),
         ("**correct**", 1.0),
         ("Both say 42.\nVerdict: correct", 1.0),
-        ("It is entirely correct: both say 42.", 1.0),
+        ("It is entirely correct: both say 42.", None),
         ("The correct answer is 42, and so says the response. Correct", 1.0),
         ("Incorrect", 0.0),
         ("The response is incorrect. The correct answer is 42.", 0.0),
-        ("It does not match the reference, so it is incorrect.", 0.0),
-        ("The response is not entirely correct.", 0.0),
-        ("It was never correct.", 0.0),
-        ("That isn\u2019t correct.", 0.0),
-        ("It can't be considered correct.", 0.0),
+        ("It does not match the reference, so it is incorrect.", None),
+        ("The response is not entirely correct.", None),
+        ("It was never correct.", None),
+        ("That isn\u2019t correct.", None),
+        ("It can't be considered correct.", None),
         ("The answer is not incorrect.", None),
         ("It is neither correct nor incorrect.", None),
         ("Correct or incorrect?", None),

@@ -26,7 +26,7 @@ from agentevo.rollout.failures import (
     failure_kind,
     summarize_failures,
 )
-from agentevo.rollout.unstorable import write_storable
+from agentevo.rollout.group import write_storable
 from agentevo.runtime.daemon_threads import run_in_thread
 from agentevo.runtime.tracebacks import name_place, traceback_of
 from agentevo.types import Task, Trajectory

@@ -109,11 +109,9 @@ class CodeAgent:
         self.needs_scorer = not self._toolbox.has_outcome
 
     async def close(self) -> None:
-        """See FunctionAgent.close."""
         await self._toolbox.close()
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
-        """See Agent.run."""
         if asks_once(task):
             messages = conversation_of(task, system=None, instruction=self._section.instruction)
             return await ask_once(messages, policy)

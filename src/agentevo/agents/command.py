@@ -26,7 +26,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from agentevo.agents.client_environment import client_variables
+from agentevo.agents.capture import client_variables
 from agentevo.agents.policy import AttemptSession, Policy
 from agentevo.agents.posted_rewards import outcome_of_rewards, printed_reward
 from agentevo.agents.process_tree import GRACE_S, KILLING_S, EndedProcess, ProcessTree

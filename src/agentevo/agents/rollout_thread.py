@@ -31,7 +31,6 @@ class BlockingPolicy:
         self._loop = loop or asyncio.get_running_loop()
 
     def __getitem__(self, name: str) -> BlockingPolicy | BlockingModel:
-        """See Policy.__getitem__."""
         agent = self._policy[name]
         if isinstance(agent, Policy):
             return BlockingPolicy(agent, self._loop)
@@ -39,17 +38,14 @@ class BlockingPolicy:
 
     @property
     def agents(self) -> tuple[str, ...]:
-        """See Policy.agents."""
         return self._policy.agents
 
     @property
     def name(self) -> str:
-        """See Policy.name."""
         return self._policy.name
 
     @property
     def turns(self) -> list[Turn]:
-        """See Policy.turns."""
         return self._policy.turns
 
     @property
@@ -65,16 +61,13 @@ class BlockingPolicy:
 
     @property
     def base_url(self) -> str:
-        """See Policy.base_url."""
         return self.session.base_url
 
     @property
     def api_key(self) -> str:
-        """See Policy.api_key."""
         return self.session.key
 
     def generate(self, prompt: Prompt, **options: Any) -> Reply | list[Reply] | Any:
-        """See Policy.generate."""
         return self._answer(self._policy.generate(prompt, **options))
 
     def ask(self, question: Callable[[Policy], Coroutine[Any, Any, T]]) -> T | Any:
@@ -83,15 +76,12 @@ class BlockingPolicy:
         return self._answer(question(self._policy))
 
     def text(self, name: str, default: str = "") -> str:
-        """See Policy.text."""
         return self._policy.text(name, default)
 
     def examples(self, name: str = "examples") -> list[Message]:
-        """See Policy.examples."""
         return self._policy.examples(name)
 
     def model(self, name: str, agent: str = "") -> BlockingModel:
-        """See Policy.model."""
         return BlockingModel(self, self._policy.model(name, agent))
 
     def _answer(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -102,7 +92,6 @@ class BlockingPolicy:
         return answer.result() if running_loop is None else asyncio.wrap_future(answer)
 
     def call(self, kind: str, name: str, **attributes: Attribute) -> RunningCall:
-        """See Policy.call."""
         return self._policy.call(kind, name, **attributes)
 
     def _on_loop(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -121,7 +110,6 @@ class BlockingModel:
         self._model = model
 
     def generate(self, prompt: Sequence[Any], **options: Any) -> Reply | list[Reply] | Any:
-        """See RemoteHandle.generate."""
         return self._policy._answer(self._model.generate(prompt, **options))
 
 

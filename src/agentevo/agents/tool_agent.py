@@ -19,11 +19,15 @@ from dataclasses import dataclass, field
 from agentevo.agents.browse import Browse
 from agentevo.agents.history import History
 from agentevo.agents.policy import Policy, Reply
-from agentevo.agents.react import ReActFormat
-from agentevo.agents.search_tags import SearchTags
 from agentevo.agents.single_turn import opening_of, with_system
 from agentevo.agents.task_agent import ask_once, asks_once
-from agentevo.agents.tool_format import NativeFormat, ParsedReply, ToolFormat
+from agentevo.agents.tool_format import (
+    NativeFormat,
+    ParsedReply,
+    ReActFormat,
+    SearchTags,
+    ToolFormat,
+)
 from agentevo.agents.tools.tool import ToolResult
 from agentevo.agents.tools.toolbox import AttemptTools, Toolbox
 from agentevo.agents.tools_outcome import outcome_with_tools, tool_outcomes
@@ -75,11 +79,9 @@ class ToolAgent:
         self.needs_scorer = not self._toolbox.has_outcome
 
     async def close(self) -> None:
-        """See FunctionAgent.close."""
         await self._toolbox.close()
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
-        """See Agent.run."""
         if asks_once(task):
             return await ask_once(self._opening_messages(task, policy), policy)
 

@@ -1,4 +1,9 @@
-"""The simple built-in rewards. Each gives 1 for right and 0 for wrong, by a rule."""
+"""The simple built-in rewards. Each gives 1 for right and 0 for wrong, by a rule.
+
+Rewards for answers in words: SQuAD's exact match and F1, and multiple choice.
+
+The reward `reasoning_gym`: the score that the task's dataset of reasoning-gym gives.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,23 @@ import math
 
 from pydantic import Field, field_validator
 
-from agentevo.rewards.answer_reward import AnswerConfig, right_answers, stated_answer
 from agentevo.rewards.answer_texts import find_answer, normalise_text
 from agentevo.rewards.containment import states_answer
+from agentevo.rewards.multiple_choice import check_right, choice_of, options_of
 from agentevo.rewards.numerals import readings
 from agentevo.rewards.patterns import Pattern
-from agentevo.rewards.reward import RewardConfig, Score, completion_of, reward
+from agentevo.rewards.reward import (
+    AnswerConfig,
+    RewardConfig,
+    Score,
+    completion_of,
+    reward,
+    right_answers,
+    stated_answer,
+)
+from agentevo.rewards.texts import f1, squad_normalised
 from agentevo.runtime.event_loop import in_thread
+from agentevo.runtime.extras import load_extra
 from agentevo.types import Task, Trajectory
 
 
@@ -58,7 +73,6 @@ class ExactMatch:
         self.config = config
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
-        """See Scorer.score."""
         right = [
             normalise_text(str(answer), self.config.ignore_case) for answer in right_answers(task)
         ]
@@ -159,5 +173,83 @@ class Returned:
         pass
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
-        """See Scorer.score."""
         return Score(trajectory.reward, dict(trajectory.reward_parts), trajectory.success)
+
+
+class ChoiceConfig(AnswerConfig):
+    """A reward for the choice of an option."""
+
+    options_key: str | None = None
+    """The column of a row that has the options. Default: options or choices."""
+
+
+@reward("em")
+class SquadExactMatch:
+    """Score 1 if the stated answer is a right answer, without regard to case, punctuation and
+    English articles, else 0."""
+
+    Config = AnswerConfig
+
+    def __init__(self, config: AnswerConfig) -> None:
+        self.config = config
+
+    async def score(self, trajectory: Trajectory, task: Task) -> Score:
+        right_texts = {squad_normalised(str(answer)) for answer in right_answers(task)}
+        stated = await stated_answer(trajectory, task, self.config.place)
+        return Score(float(stated is not None and squad_normalised(stated) in right_texts))
+
+
+@reward("f1")
+class F1:
+    """The F1 of the words in the stated answer and a right answer, as SQuAD counts words. The score
+    of several right answers is their highest F1."""
+
+    Config = AnswerConfig
+
+    def __init__(self, config: AnswerConfig) -> None:
+        self.config = config
+
+    async def score(self, trajectory: Trajectory, task: Task) -> Score:
+        answers = right_answers(task)
+        stated = await stated_answer(trajectory, task, self.config.place)
+        return Score(0.0 if stated is None else max(f1(stated, str(answer)) for answer in answers))
+
+
+@reward("multiple_choice")
+class MultipleChoice:
+    """Score 1 if the stated answer chooses a right option, by its letter (`B`, `(B)`, `B.`, `the
+    answer is B`) or by its text, else 0."""
+
+    Config = ChoiceConfig
+
+    def __init__(self, config: ChoiceConfig) -> None:
+        self.config = config
+
+    async def score(self, trajectory: Trajectory, task: Task) -> Score:
+        """See Scorer.score. Raises ValueError for a task whose answer is not an option."""
+        options = options_of(task, self.config.options_key)
+        right_options = {check_right(answer, options, task.id) for answer in right_answers(task)}
+        stated = await stated_answer(trajectory, task, self.config.place)
+        return Score(float(stated is not None and choice_of(stated, options) in right_options))
+
+
+ENTRY = "entry"
+"""The key in a task's metadata with the metadata of the dataset's entry, which includes
+`source_dataset`."""
+
+
+@reward("reasoning_gym")
+def reasoning_gym(model_answer: str, task: Task) -> float:
+    """The dataset's score of the stated answer, from 0 to 1, for tasks from `agentevo data
+    prepare`. Raises ValueError for any other task."""
+    metadata = task.metadata.get(ENTRY)
+    if not isinstance(metadata, dict) or "source_dataset" not in metadata:
+        raise ValueError(
+            f"the task {task.id!r} is not from reasoning-gym: make its tasks with `agentevo data "
+            "prepare reasoning_gym/NAME FOLDER`"
+        )
+
+    package = load_extra("reasoning_gym", "reasoning-gym", "the reward reasoning_gym")
+    score = package.get_score_answer_fn(metadata["source_dataset"])
+    entry = {"question": task.query, "answer": task.answer, "metadata": metadata}
+    return float(score(answer=model_answer, entry=entry))

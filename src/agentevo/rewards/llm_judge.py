@@ -11,12 +11,10 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from agentevo.rewards.answer_reward import AnswerConfig, stated_answer
-from agentevo.rewards.judging import JudgeOptions, ask_in_order
-from agentevo.rewards.reward import Score, ScorerModel, reward, rewards
-from agentevo.rewards.transcripts import clip, escape_json_line, fence, mark_of
-from agentevo.rewards.verdicts import (
+from agentevo.rewards.judging import (
+    JudgeOptions,
     UnusableError,
+    ask_in_order,
     find_agreement,
     number_of,
     objects_in,
@@ -24,6 +22,8 @@ from agentevo.rewards.verdicts import (
     strict_object_schema,
     verdicts_in_words,
 )
+from agentevo.rewards.reward import AnswerConfig, Score, ScorerModel, reward, rewards, stated_answer
+from agentevo.rewards.transcripts import clip, escape_json_line, fence, mark_of
 from agentevo.types import Task, Trajectory
 
 ALIASES = {"labeled_answer": "answer", "pred_answer": "response"}

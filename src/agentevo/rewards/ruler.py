@@ -28,7 +28,17 @@ from functools import partial
 from pydantic import Field
 
 from agentevo.errors import storable
-from agentevo.rewards.judging import JudgeAnswer, JudgeOptions, all_or_first_error, ask_in_order
+from agentevo.rewards.judging import (
+    JudgeAnswer,
+    JudgeOptions,
+    UnusableError,
+    all_or_first_error,
+    ask_in_order,
+    find_agreement,
+    number_of,
+    objects_in,
+    strict_object_schema,
+)
 from agentevo.rewards.reward import Score, ScorerModel, Unscored, reward
 from agentevo.rewards.transcripts import (
     ShownGroup,
@@ -37,13 +47,6 @@ from agentevo.rewards.transcripts import (
     fence,
     mark_of,
     shown_group,
-)
-from agentevo.rewards.verdicts import (
-    UnusableError,
-    find_agreement,
-    number_of,
-    objects_in,
-    strict_object_schema,
 )
 from agentevo.runtime.event_loop import in_thread
 from agentevo.runtime.seeds import derive_seed

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 from pydantic import Field, JsonValue
 
-from agentevo.rewards.code_cases import same_value
-from agentevo.rewards.code_tests import OpensSandboxes, check_result
+from agentevo.rewards.code_tests import OpensSandboxes, check_result, same_value
 from agentevo.rewards.reward import RewardConfig, Score, reward
 from agentevo.types import Task, Trajectory
 

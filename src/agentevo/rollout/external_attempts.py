@@ -43,9 +43,8 @@ from agentevo.errors import (
     describe_error,
 )
 from agentevo.inference.engine import Engine
-from agentevo.rollout.group import RolloutGroup
+from agentevo.rollout.group import RolloutGroup, write_storable
 from agentevo.rollout.sampler import BASELINE, Sampler
-from agentevo.rollout.unstorable import write_storable
 from agentevo.runtime.retry import STORE_RETRY_S, with_retries
 from agentevo.runtime.trace_header import trace_headers
 from agentevo.store.records import Lease, Split

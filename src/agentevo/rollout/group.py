@@ -4,6 +4,9 @@ cancelled without losing its recorded turns.
 A failure inside an agent is data: the attempt becomes a `failed` trajectory with the reason. A
 failure of the engine is not data: the group raises `InfrastructureFailure` and cancels the other
 attempts, and no part of the group may be written.
+
+Attempts that no store can hold because of a value from an agent, environment or scorer. Only
+such an attempt fails, and its group is written.
 """
 
 from __future__ import annotations
@@ -15,14 +18,23 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from msgspec.structs import replace
+
 from agentevo.agents.agent import Agent, outcome_of
 from agentevo.agents.policy import Policy
-from agentevo.errors import AgentEvoError, OverreachError, describe_error
+from agentevo.errors import (
+    AgentEvoError,
+    OverreachError,
+    StoreError,
+    StoreUnavailableError,
+    describe_error,
+)
 from agentevo.rollout.failures import TIMEOUT_PREFIX, ShowFailure
 from agentevo.runtime.event_loop import TaskScope
 from agentevo.runtime.signals import Interrupt
 from agentevo.runtime.tracebacks import traceback_of
 from agentevo.store.call_log import AttemptCalls, RunningCall
+from agentevo.store.codec import encode_trajectories
 from agentevo.store.trace_context import TracedMessage
 from agentevo.types import Outcome, Status, Task, Trajectory, group_of_agent
 
@@ -375,3 +387,41 @@ class RolloutGroup:
         """Cancels the members that are still running."""
         for member in self.members:
             member.cut(reason)
+
+
+async def write_storable(
+    trajectories: Sequence[Trajectory], write: Callable[[list[Trajectory]], Awaitable[object]]
+) -> list[Trajectory]:
+    """Writes the attempts with `write`, and returns them as they were written. An attempt that the
+    store refuses is written as a failed one without turns."""
+    attempts = list(trajectories)
+    try:
+        await write(attempts)
+    except StoreUnavailableError:
+        raise
+    except StoreError:
+        storable = [_storable_or_failed(attempt) for attempt in attempts]
+        if storable == attempts:
+            raise
+        attempts = storable
+        await write(attempts)
+
+    return attempts
+
+
+def _storable_or_failed(trajectory: Trajectory) -> Trajectory:
+    try:
+        encode_trajectories([trajectory], "train", 0)
+    except StoreError as error:
+        return replace(
+            trajectory,
+            turns=[],
+            reward=0.0,
+            reward_parts={},
+            metrics={},
+            success=False,
+            status="failed",
+            error=describe_error(error),
+        )
+
+    return trajectory

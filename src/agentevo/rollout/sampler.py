@@ -7,6 +7,9 @@ Attempts of all groups run at the same time and share the engine's steps. A fail
 attempt becomes a `failed` trajectory with the reason. Its group has one member less, and the run
 continues. A failure of the engine is not an attempt's failure. The group starts again, a limited
 number of times, and then the pass ends with the engine's error.
+
+A sampler whose policy is a remote model: the same agents, groups and scorers, without an
+engine.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from agentevo.agents.agent import Agent
 from agentevo.agents.gateway.gateway import Gateway
 from agentevo.agents.named_texts import Declared, TextKeeper, Texts
 from agentevo.agents.policy import Policy, PolicyGateway
+from agentevo.agents.remote_policy import RemoteModelPolicy, RemotePolicyConversation
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import remote_agents, trained_agents
 from agentevo.config.sections import SamplingSection
@@ -33,11 +37,10 @@ from agentevo.inference.remote_models import RemoteConversations, RemoteModels
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.rewards.baselines import BaselineScorers
 from agentevo.rollout.failures import FirstFailures
-from agentevo.rollout.group import GroupAttempt, InfrastructureFailure, RolloutGroup
+from agentevo.rollout.group import GroupAttempt, InfrastructureFailure, RolloutGroup, write_storable
 from agentevo.rollout.policy_scores import BASELINES, PolicyScores
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.self_play import role_of
-from agentevo.rollout.unstorable import write_storable
 from agentevo.runtime.event_loop import gather_all
 from agentevo.runtime.progress import bar
 from agentevo.runtime.retry import STORE_RETRY_S, with_retries
@@ -45,7 +48,7 @@ from agentevo.runtime.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls, CallLog
 from agentevo.store.records import RETRIES, Split
 from agentevo.store.store import Store
-from agentevo.types import SamplingParams, Task, Trajectory, group_of_agent
+from agentevo.types import SamplingOverrides, SamplingParams, Task, Trajectory, group_of_agent
 from agentevo.types.copies import copy_of_task
 
 T = TypeVar("T")
@@ -428,3 +431,59 @@ def _final_error(tries: int, error: InfrastructureFailure) -> EngineError:
 
 async def _with_retries(call: Callable[[], Awaitable[T]], what: str) -> T:
     return await with_retries(call, within_s=STORE_RETRY_S, what=what)
+
+
+class RemoteSampler(Sampler):
+    """Samples from a remote model. It plays (`play`, `group`) and writes nothing to a store."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: str,
+        agent: Agent,
+        note: Callable[[str], None] = lambda text: None,
+        calls: CallLog | None = None,
+    ) -> None:
+        """`model`: a name in the recipe's `remote_models`. The recipe has no named agents."""
+        nothing = cast("Any", None)  # no engine samples tokens here, and no store keeps them
+        super().__init__(config, nothing, nothing, agent, nothing, 0, calls=calls, note=note)
+        self._model = model
+
+    async def _score(
+        self,
+        trajectories: Sequence[Trajectory],
+        unrewarded: Sequence[bool],
+        calls: Mapping[str, AttemptCalls],
+        *,
+        task: Task,
+        engines: Mapping[str, Engine],
+    ) -> list[Trajectory]:
+        """See Sampler. No reward can use an engine here."""
+        return await self._scoring.score(trajectories, unrewarded, calls, task=task)
+
+    def policy(
+        self,
+        name: str,
+        temperature: float,
+        engines: Mapping[str, Engine] = MappingProxyType({}),
+        *,
+        texts: Mapping[str, str] | None = None,
+    ) -> Policy:
+        section = self._config.sampling
+        sampling = SamplingOverrides(
+            temperature=temperature,
+            top_p=section.top_p if section.top_p < 1 else None,
+            top_k=section.top_k or None,
+            min_p=section.min_p or None,
+            max_new_tokens=section.max_new_tokens,
+            stop_strings=section.stop or None,
+        )
+
+        calls = AttemptCalls(self._calls, name)
+        seed = derive_seed(self._config.run.seed, name)
+        remote = RemoteConversations(self.remote_models, name=name, seed=seed, calls=calls)
+        conversation = RemotePolicyConversation(
+            remote, self._model, sampling, name=name, calls=calls
+        )
+        attempt_texts = self.texts(texts)
+        return RemoteModelPolicy(conversation, self._gateway, remote, self._model, attempt_texts)

@@ -40,10 +40,9 @@ from agentevo.errors import (
     StoreUnavailableError,
 )
 from agentevo.inference.engine import Engine, VersionedEngine
-from agentevo.rollout.group import InfrastructureFailure, RolloutGroup
+from agentevo.rollout.group import InfrastructureFailure, RolloutGroup, write_storable
 from agentevo.rollout.sampler import Sampler, group_name
 from agentevo.rollout.task_source import TaskSource
-from agentevo.rollout.unstorable import write_storable
 from agentevo.runtime.retry import STORE_RETRY_S, with_retries
 from agentevo.store.records import Lease
 from agentevo.store.store import Store

@@ -26,6 +26,8 @@ from agentevo.agents.gateway.api import Api, Event, named_event
 from agentevo.agents.gateway.fields import (
     FieldChoice,
     boolean,
+    check_known,
+    keys_of,
     sampling_of,
     schema_of,
     tools_in,
@@ -52,29 +54,11 @@ SIGNATURE = "agentevo"
 BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 """Claude Code's beginning of the system message: it differs from request to request, so each would
 be a history of its own, and it is not for the model."""
-_KNOWN = {
-    "messages",
-    "model",
-    "system",
-    "max_tokens",
-    "stop_sequences",
-    "stream",
-    "tools",
-    "tool_choice",
-    "temperature",
-    "top_k",
-    "top_p",
-    "thinking",
-    "metadata",
-    "service_tier",
-    "cache_control",
-    "inference_geo",
-    "speed",
-    "diagnostics",
-    "output_config",
-    "context_management",
-    "user_profile_id",
-}
+_KNOWN = keys_of(
+    "messages model system max_tokens stop_sequences stream tools tool_choice temperature top_k "
+    "top_p thinking metadata service_tier cache_control inference_geo speed diagnostics "
+    "output_config context_management user_profile_id"
+)
 _CONFIGURED = ("format", "effort")
 _ERRORS = {
     401: "authentication_error",
@@ -121,9 +105,7 @@ def _request(body: Mapping[str, Any], **fields: Any) -> ModelRequest:
     if body.get("thread") is not None:
         raise Refusal("threads are not supported: send the whole history", code=NO_THREADS)
 
-    unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
-    if unknown:
-        raise Refusal(f"this gateway does not know the field {unknown[0]!r} of a message")
+    check_known(body, _KNOWN, "message")
 
     _check_configuration(body)
     schema = schema_of(_fields(body, "output_config").get("format"), "output_config.format")

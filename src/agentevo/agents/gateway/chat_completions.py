@@ -10,9 +10,12 @@ from typing import Any
 
 from agentevo.agents.gateway.api import Api, Event, data_event
 from agentevo.agents.gateway.fields import (
+    SAMPLING_KEYS,
     boolean,
+    check_known,
     choice_of,
     is_strict,
+    keys_of,
     no_other_service,
     sampling_of,
     schema_of,
@@ -40,56 +43,18 @@ DONE: Event = {}
 """The last event of a stream; it only marks the end."""
 _CONTENT_KEYS = ("refusal", "annotations", "audio", "function_call", "images", "videos")
 """Keys whose values no template has a place for. All other keys are ignored as a client's own."""
-_KNOWN = {
-    "messages",
-    "model",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "n",
-    "stream",
-    "stream_options",
-    "logprobs",
-    "top_logprobs",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "max_tokens",
-    "response_format",
-    "max_completion_tokens",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "user",
-    "store",
-    "metadata",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "reasoning_effort",
-    "verbosity",
-    "client_metadata",
-    "chat_template_kwargs",
-    "functions",
-    "function_call",
-    "modalities",
-    "prediction",
-}
+_KNOWN = SAMPLING_KEYS | keys_of(
+    "messages tools tool_choice parallel_tool_calls n stream_options logprobs top_logprobs "
+    "return_token_ids return_tokens_as_token_ids max_tokens max_completion_tokens response_format "
+    "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+    "reasoning_effort verbosity client_metadata chat_template_kwargs functions function_call "
+    "modalities prediction"
+)
 
 
 def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     """See Api. Keeps nothing: a request has its whole history."""
-    unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
-    if unknown:
-        raise Refusal(f"this gateway does not know the field {unknown[0]!r} of a chat completion")
-
+    check_known(body, _KNOWN, "chat completion")
     no_other_service(body)
     response_format = body.get("response_format")
     choice = choice_of(body)

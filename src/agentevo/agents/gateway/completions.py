@@ -12,7 +12,10 @@ from agentevo.agents.gateway import chat_completions
 from agentevo.agents.gateway.api import Api, Event
 from agentevo.agents.gateway.chat_completions import encode_event, error, head, usage
 from agentevo.agents.gateway.fields import (
+    SAMPLING_KEYS,
     boolean,
+    check_known,
+    keys_of,
     no_other_service,
     sampling_of,
     top_logprobs_of,
@@ -27,38 +30,14 @@ from agentevo.models.tool_calls import ContentDelta, Delta
 
 MAX_PROMPTS = 256
 """The number of prompts of one request."""
-_KNOWN = {
-    "prompt",
-    "model",
-    "n",
-    "best_of",
-    "echo",
-    "suffix",
-    "logprobs",
-    "stream",
-    "stream_options",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "max_tokens",
-    "return_token_ids",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "user",
-}
+_KNOWN = SAMPLING_KEYS | keys_of(
+    "prompt n best_of echo suffix logprobs stream_options max_tokens return_token_ids user"
+)
 
 
 def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     """See Api. Keeps nothing."""
-    unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
-    if unknown:
-        raise Refusal(f"this gateway does not know the field {unknown[0]!r} of a completion")
-
+    check_known(body, _KNOWN, "completion")
     no_other_service(body)
     n = whole_number(body, "n", 1)
     if body.get("suffix"):

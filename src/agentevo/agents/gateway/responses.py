@@ -21,17 +21,19 @@ from agentevo.agents.gateway.answer import pieces_of
 from agentevo.agents.gateway.api import Api, Event, named_event
 from agentevo.agents.gateway.chat_completions import error, token_logprobs
 from agentevo.agents.gateway.fields import (
+    SAMPLING_KEYS,
     boolean,
+    check_known,
     choice_of,
     is_strict,
+    keys_of,
     no_other_service,
     sampling_of,
     schema_of,
     tools_in,
     top_logprobs_of,
 )
-from agentevo.agents.gateway.kept_responses import KeptResponse, keep
-from agentevo.agents.gateway.memory import Memory
+from agentevo.agents.gateway.memory import KeptResponse, Memory, keep
 from agentevo.agents.gateway.refusals import Refusal
 from agentevo.agents.gateway.request import ModelReply, ModelRequest, PromptSize
 from agentevo.agents.gateway.response_items import messages_of_items, name_within
@@ -71,29 +73,10 @@ _ECHOED: dict[str, Any] = {
     "user": None,
 }
 """The fields of a request that its answer repeats, and their defaults."""
-_KNOWN = {
-    *_ECHOED,
-    "input",
-    "model",
-    "stream",
-    "stream_options",
-    "include",
-    "background",
-    "prompt_cache_retention",
-    "prompt_cache_options",
-    "client_metadata",
-    "return_token_ids",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-}
+_KNOWN = (SAMPLING_KEYS | _ECHOED.keys()) | keys_of(
+    "input stream_options include background prompt_cache_retention prompt_cache_options "
+    "client_metadata return_token_ids"
+)
 _SCHEMA_KEYS = ("name", "description", "parameters", "strict")
 _TOOL_KEYS = {*_SCHEMA_KEYS, "type"}
 
@@ -115,10 +98,7 @@ class ResponseRequest(ModelRequest):
 
 def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
     """See Api."""
-    unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
-    if unknown:
-        raise Refusal(f"this gateway does not know the field {unknown[0]!r} of a response")
-
+    check_known(body, _KNOWN, "response")
     no_other_service(body)
     _no_other_service(body)
 

@@ -10,10 +10,10 @@ from typing import Any, cast
 import msgspec
 
 from agentevo.agents.policy import AttemptSession, Policy
-from agentevo.api.loop.connection import LoopConnection
 from agentevo.api.loop.records import (
     EndedAgent,
     EndedAttempts,
+    LoopConnection,
     OpenedService,
     ServiceRequest,
     Settled,
@@ -77,7 +77,6 @@ class LoopConversation:
 
     @property
     def received(self) -> list[int]:
-        """See Conversation.received."""
         settled = self.attempt.settled
         return sorted(self._turns) if settled is None else settled.agents[self.agent].received
 
@@ -90,7 +89,6 @@ class LoopConversation:
         form: AnswerForm | None = None,
         n: int = 1,
     ) -> list[Turn]:
-        """See Conversation.complete."""
         is_ids = bool(prompt) and isinstance(prompt[0], int)
         ask = ServiceRequest(
             id=uuid.uuid4().hex,
@@ -120,7 +118,6 @@ class LoopConversation:
         self._turns |= {turn.index: turn for turn in turns}
 
     def opening(self, turn: Turn) -> str:
-        """See Conversation.opening."""
         return self._openings.get(turn.index, "")
 
     async def close(self) -> None:
@@ -149,7 +146,6 @@ class LoopConversation:
         return None if ended_attempt is None else ended_attempt.agents[self.agent]
 
     def turns_to_record(self, rewards: Mapping[int, float]) -> list[Turn]:
-        """See Conversation.turns_to_record."""
         if self.ended_agent is None:
             return []
 
@@ -163,7 +159,6 @@ class LoopConversation:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """See Conversation.metrics."""
         return {} if self.ended_agent is None else self.ended_agent.metrics
 
 
@@ -203,6 +198,5 @@ class RemotePolicy(Policy):
         self._attempt = attempt
 
     async def settle(self) -> None:
-        """See Policy.settle."""
         if self._attempt.sessions:
             await self._attempt.settle()

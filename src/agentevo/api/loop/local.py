@@ -61,7 +61,6 @@ class _OnTheRunsLoop:
         return self._own.turns_to_record()
 
     def metrics(self) -> dict[str, float]:
-        """See RemoteConversations.metrics."""
         return self._own.metrics()
 
 

@@ -22,11 +22,15 @@ from typing import Any, TypeVar
 from agentevo.agents.policy import Policy, PolicyGateway
 from agentevo.api.loop.attempts import Attempts
 from agentevo.api.loop.calls import Calls
-from agentevo.api.loop.contents import check_id, check_outcome, check_task
-from agentevo.api.loop.errors import ModelNotOpenError
+from agentevo.api.loop.contents import Sealer, check_id, check_outcome, check_task
 from agentevo.api.loop.group import Group, baseline_name
-from agentevo.api.loop.records import Checkpoint, ModelState, NewAttempt, TrainedSubmission
-from agentevo.api.loop.seals import Sealer
+from agentevo.api.loop.records import (
+    Checkpoint,
+    ModelNotOpenError,
+    ModelState,
+    NewAttempt,
+    TrainedSubmission,
+)
 from agentevo.api.loop.wire import error_of, failure_of
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import by_rank, trained_agents
@@ -229,7 +233,6 @@ class LoopService:
         )
 
     async def note_open(self, parts: Components) -> None:
-        """See Host.note_open."""
         config = self.config
         self._parts = parts
         self._sampler = Sampler(
@@ -259,7 +262,6 @@ class LoopService:
         self._opened.set_result(None)
 
     async def closing(self, failure: BaseException | None) -> None:
-        """See Host.closing."""
         self._failure = failure
         await self.attempts.close()
         self._calls.close()
@@ -270,7 +272,6 @@ class LoopService:
         return self._sampler.policy(name, temperature)
 
     def note_commit(self, submission: str, step: int) -> None:
-        """See Host.note_commit."""
         self._steps[submission] = self._step = step
 
     # What follows happens on the run's event loop.
@@ -300,7 +301,6 @@ class LoopService:
         return name if count == 1 else f"{name}.{count}"
 
     async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
-        """See LoopConnection.train."""
         name = await self.submit(groups)
         return await self.wait_for_training(name)
 
@@ -384,11 +384,9 @@ class LoopService:
                 )
 
     async def save(self) -> None:
-        """See LoopConnection.save."""
         await self._submissions.save_checkpoint()
 
     async def checkpoints(self) -> list[Checkpoint]:
-        """See LoopConnection.checkpoints."""
         return await in_thread(self._checkpoints)
 
     def _checkpoints(self) -> list[Checkpoint]:

@@ -9,7 +9,7 @@ import msgspec
 
 from agentevo import errors
 from agentevo.agents.gateway.refusals import Refusal, refusal_of
-from agentevo.api.loop.errors import ModelNotOpenError, SealError, UnknownAttemptError
+from agentevo.api.loop.records import ModelNotOpenError, SealError, UnknownAttemptError
 from agentevo.errors import AgentEvoError, EngineUnavailableError
 
 PREFIX = "/loop/v1/models"

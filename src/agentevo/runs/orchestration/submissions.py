@@ -21,7 +21,7 @@ from agentevo.config import RunConfig
 from agentevo.errors import ConfigError, TrainingError, describe_error
 from agentevo.inference.engine import SleepingEngine
 from agentevo.inference.weights.transports import shares
-from agentevo.rollout.unstorable import write_storable
+from agentevo.rollout.group import write_storable
 from agentevo.runs.orchestration.batch_sources import RolloutBatches
 from agentevo.runs.orchestration.collect import Collected
 from agentevo.runs.orchestration.components import Components
