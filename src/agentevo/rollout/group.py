@@ -20,15 +20,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from agentevo import errors
 from agentevo.agents.agent import Agent, outcome_of
 from agentevo.agents.policy import Policy
-from agentevo.errors import (
-    AgentEvoError,
-    OverreachError,
-    StoreError,
-    StoreUnavailableError,
-    describe_error,
-)
 from agentevo.rollout.failures import TIMEOUT_PREFIX, ShowFailure
 from agentevo.runtime.event_loop import TaskScope
 from agentevo.runtime.signals import Interrupt
@@ -55,7 +49,7 @@ Score = Callable[
 whether each trajectory needs a reward, and the records of its calls (see Scoring.score)."""
 
 
-class InfrastructureFailure(AgentEvoError):
+class InfrastructureFailure(errors.AgentEvoError):
     """The engine failed during an attempt. The group is discarded, and its task may be tried
     again."""
 
@@ -224,7 +218,7 @@ class GroupAttempt:
         except Interrupt:
             raise
         except (SystemExit, KeyboardInterrupt) as error:
-            raise OverreachError(error, "an agent") from error
+            raise errors.OverreachError(error, "an agent") from error
         finally:
             if os.getpid() != process:
                 os._exit(os.EX_SOFTWARE)
@@ -280,7 +274,7 @@ class GroupAttempt:
         if isinstance(error, Interrupt):
             raise error
 
-        return empty_outcome, "failed", describe_error(error), error
+        return empty_outcome, "failed", errors.describe_error(error), error
 
     def _check_outcome(self, returned: Any) -> Outcome:
         """The outcome in a form that can be stored, averaged and trained on. Raises TypeError or
@@ -397,9 +391,9 @@ async def write_storable(
     attempts = list(trajectories)
     try:
         await write(attempts)
-    except StoreUnavailableError:
+    except errors.StoreUnavailableError:
         raise
-    except StoreError:
+    except errors.StoreError:
         storable = [_storable_or_failed(attempt) for attempt in attempts]
         if storable == attempts:
             raise
@@ -412,7 +406,7 @@ async def write_storable(
 def _storable_or_failed(trajectory: Trajectory) -> Trajectory:
     try:
         encode_trajectories([trajectory], "train", 0)
-    except StoreError as error:
+    except errors.StoreError as error:
         return replace(
             trajectory,
             turns=[],
@@ -421,7 +415,7 @@ def _storable_or_failed(trajectory: Trajectory) -> Trajectory:
             metrics={},
             success=False,
             status="failed",
-            error=describe_error(error),
+            error=errors.describe_error(error),
         )
 
     return trajectory

@@ -8,42 +8,21 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentevo.agents.gateway import fields
 from agentevo.agents.gateway.api import Api, Event, data_event
-from agentevo.agents.gateway.fields import (
-    SAMPLING_KEYS,
-    boolean,
-    check_known,
-    choice_of,
-    is_strict,
-    keys_of,
-    no_other_service,
-    sampling_of,
-    schema_of,
-    tools_in,
-    top_logprobs_of,
-    whole_number,
-)
 from agentevo.agents.gateway.memory import Memory
 from agentevo.agents.gateway.refusals import Refusal
 from agentevo.agents.gateway.request import ModelReply, ModelRequest, PromptSize, TokenLogprob
 from agentevo.data.messages import MESSAGE_KEYS, messages_of, tools_of
 from agentevo.errors import BadRequestError
-from agentevo.models.tool_calls import (
-    ArgumentsDelta,
-    CallFailed,
-    CallFinished,
-    CallStarted,
-    ContentDelta,
-    Delta,
-    ReasoningDelta,
-)
+from agentevo.models import tool_calls
 from agentevo.types import Message, ToolCall
 
 DONE: Event = {}
 """The last event of a stream; it only marks the end."""
 _CONTENT_KEYS = ("refusal", "annotations", "audio", "function_call", "images", "videos")
 """Keys whose values no template has a place for. All other keys are ignored as a client's own."""
-_KNOWN = SAMPLING_KEYS | keys_of(
+_KNOWN = fields.SAMPLING_KEYS | fields.keys_of(
     "messages tools tool_choice parallel_tool_calls n stream_options logprobs top_logprobs "
     "return_token_ids return_tokens_as_token_ids max_tokens max_completion_tokens response_format "
     "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention "
@@ -54,38 +33,38 @@ _KNOWN = SAMPLING_KEYS | keys_of(
 
 def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     """See Api. Keeps nothing: a request has its whole history."""
-    check_known(body, _KNOWN, "chat completion")
-    no_other_service(body)
+    fields.check_known(body, _KNOWN, "chat completion")
+    fields.no_other_service(body)
     response_format = body.get("response_format")
-    choice = choice_of(body)
-    schema = schema_of(response_format, "response_format")
-    tools = tools_of(tools_in(body))
+    choice = fields.choice_of(body)
+    schema = fields.schema_of(response_format, "response_format")
+    tools = tools_of(fields.tools_in(body))
 
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping):
         raise BadRequestError("stream_options must be an object")
 
-    logprobs = boolean(body, "logprobs")
-    top_logprobs = top_logprobs_of(body, "top_logprobs")
+    logprobs = fields.boolean(body, "logprobs")
+    top_logprobs = fields.top_logprobs_of(body, "top_logprobs")
     if top_logprobs and not logprobs:
         raise Refusal("top_logprobs needs logprobs: true", param="top_logprobs")
 
     return ModelRequest(
         prompt=prompt_of(body.get("messages")),
         tools=tools or None,
-        form=choice.form(schema, strict=is_strict(response_format)),
-        overrides=sampling_of(
+        form=choice.form(schema, strict=fields.is_strict(response_format)),
+        overrides=fields.sampling_of(
             body,
             max_tokens=("max_completion_tokens", "max_tokens"),
             stop="stop",
         ),
-        n=whole_number(body, "n", 1),
+        n=fields.whole_number(body, "n", 1),
         model=str(body.get("model") or "policy"),
-        stream=boolean(body, "stream"),
+        stream=fields.boolean(body, "stream"),
         include_usage=bool(options.get("include_usage")),
         logprobs=logprobs,
         top_logprobs=top_logprobs,
-        token_ids=boolean(body, "return_token_ids"),
+        token_ids=fields.boolean(body, "return_token_ids"),
     )
 
 
@@ -137,7 +116,7 @@ class ChatCompletionStream:
             self._chunk(n, {"role": "assistant", "content": ""}) for n in range(self._request.n)
         ]
 
-    def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
+    def pieces(self, number: int, pieces: Sequence[tool_calls.Delta]) -> list[Event]:
         """The event for a completion's next pieces."""
         deltas = map(_delta, pieces)
         return [self._chunk(number, delta) for delta in deltas if delta is not None]
@@ -171,17 +150,17 @@ class ChatCompletionStream:
         return {**self._head, "choices": [choice]}
 
 
-def _delta(piece: Delta) -> dict[str, Any] | None:
+def _delta(piece: tool_calls.Delta) -> dict[str, Any] | None:
     match piece:
-        case ContentDelta(text):
+        case tool_calls.ContentDelta(text):
             return {"content": text}
-        case ReasoningDelta(text):
+        case tool_calls.ReasoningDelta(text):
             return {"reasoning_content": text}
-        case CallStarted(index, name, call_id):
+        case tool_calls.CallStarted(index, name, call_id):
             return {"tool_calls": [{"index": index, **_tool_call(ToolCall(name, "", call_id))}]}
-        case ArgumentsDelta(index, text):
+        case tool_calls.ArgumentsDelta(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-        case CallFinished() | CallFailed():
+        case tool_calls.CallFinished() | tool_calls.CallFailed():
             return None
 
 

@@ -8,19 +8,9 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from agentevo.agents.gateway import chat_completions
+from agentevo.agents.gateway import chat_completions, fields
 from agentevo.agents.gateway.api import Api, Event
 from agentevo.agents.gateway.chat_completions import encode_event, error, head, usage
-from agentevo.agents.gateway.fields import (
-    SAMPLING_KEYS,
-    boolean,
-    check_known,
-    keys_of,
-    no_other_service,
-    sampling_of,
-    top_logprobs_of,
-    whole_number,
-)
 from agentevo.agents.gateway.memory import Memory
 from agentevo.agents.gateway.refusals import Refusal
 from agentevo.agents.gateway.request import ModelReply, ModelRequest, PromptSize, TokenLogprob
@@ -30,23 +20,23 @@ from agentevo.models.tool_calls import ContentDelta, Delta
 
 MAX_PROMPTS = 256
 """The number of prompts of one request."""
-_KNOWN = SAMPLING_KEYS | keys_of(
+_KNOWN = fields.SAMPLING_KEYS | fields.keys_of(
     "prompt n best_of echo suffix logprobs stream_options max_tokens return_token_ids user"
 )
 
 
 def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     """See Api. Keeps nothing."""
-    check_known(body, _KNOWN, "completion")
-    no_other_service(body)
-    n = whole_number(body, "n", 1)
+    fields.check_known(body, _KNOWN, "completion")
+    fields.no_other_service(body)
+    n = fields.whole_number(body, "n", 1)
     if body.get("suffix"):
         raise Refusal("suffix is not supported: the policy only continues its prompt")
-    if whole_number(body, "best_of", n) != n:
+    if fields.whole_number(body, "best_of", n) != n:
         raise Refusal("best_of is not supported: leave it out, and choose among n yourself")
 
-    logprobs = top_logprobs_of(body, "logprobs", -1)
-    echo = boolean(body, "echo")
+    logprobs = fields.top_logprobs_of(body, "logprobs", -1)
+    echo = fields.boolean(body, "echo")
     if logprobs >= 0 and echo:
         raise Refusal(
             "logprobs with echo is not supported: the engine has no log-probs of a prompt; ask "
@@ -63,14 +53,14 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
         more_prompts=tuple(more_prompts),
         is_plain=True,
         echo=echo,
-        overrides=sampling_of(body, max_tokens=("max_tokens",), stop="stop"),
+        overrides=fields.sampling_of(body, max_tokens=("max_tokens",), stop="stop"),
         n=n,
         model=str(body.get("model") or "policy"),
-        stream=boolean(body, "stream"),
+        stream=fields.boolean(body, "stream"),
         include_usage=bool(options.get("include_usage")),
         logprobs=logprobs >= 0,
         top_logprobs=max(logprobs, 0),
-        token_ids=boolean(body, "return_token_ids"),
+        token_ids=fields.boolean(body, "return_token_ids"),
     )
 
 

@@ -24,35 +24,11 @@ import msgspec
 import pydantic
 
 from agentevo.agents.policy import AttemptSession
+from agentevo.api.loop import records, wire
 from agentevo.api.loop.encoding import decode, encode
 from agentevo.api.loop.group import Group
 from agentevo.api.loop.model import TrainableModel
-from agentevo.api.loop.records import (
-    Answers,
-    Checkpoint,
-    EndedAttempts,
-    ModelNotOpenError,
-    ModelState,
-    NewAttempt,
-    OpenedService,
-    ServiceRequest,
-    Settled,
-    Submitted,
-    TrainedSubmission,
-    UnknownAttemptError,
-)
 from agentevo.api.loop.tunnel import Tunnel, pinned_context
-from agentevo.api.loop.wire import (
-    NAME,
-    NOT_READY_STATUS,
-    PREFIX,
-    CreatedId,
-    ListedModel,
-    NewGroup,
-    OpenModel,
-    WireFailure,
-    error_of,
-)
 from agentevo.config.remote_models import RemoteModelSection, name_problems
 from agentevo.config.rewards import Reward, read_rewards, reward_entry
 from agentevo.config.sources import plain_option
@@ -194,9 +170,9 @@ class Client:
             await self._http.aclose()
             self._http = None
 
-    async def models(self) -> list[ListedModel]:
+    async def models(self) -> list[wire.ListedModel]:
         """The server's models, in order of their names."""
-        return await self.request("GET", "", kind=list[ListedModel])
+        return await self.request("GET", "", kind=list[wire.ListedModel])
 
     @asynccontextmanager
     async def open_model(
@@ -215,7 +191,7 @@ class Client:
 
         `rewards`, `remote_models` and the agents that they play belong to this program. It calls
         them itself. The server does not know them, so every program passes them again."""
-        if not re.fullmatch(NAME, name):
+        if not re.fullmatch(wire.NAME, name):
             raise ConfigError(
                 f"{shown(name)} is not a valid model name: use letters, digits, `-`, `_` and `.`"
             )
@@ -251,8 +227,8 @@ class Client:
         pause = FIRST_PAUSE_S
         while True:
             try:
-                answer = await self.http.request(method, PREFIX + path, content=content)
-                if answer.status_code == NOT_READY_STATUS:
+                answer = await self.http.request(method, wire.PREFIX + path, content=content)
+                if answer.status_code == wire.NOT_READY_STATUS:
                     ends = time.monotonic() + self._patience_s
                     pause = FIRST_PAUSE_S
                     continue
@@ -281,7 +257,7 @@ class Client:
 
 def _failure(answer: httpx.Response) -> Exception:
     try:
-        return error_of(decode(answer.content, WireFailure))
+        return wire.error_of(decode(answer.content, wire.WireFailure))
     except Exception:  # noqa: BLE001 (it is no server of ours)
         return EngineUnavailableError(
             f"{answer.request.url} answers {answer.status_code}: it is not an `agentevo server`"
@@ -300,9 +276,9 @@ class _ServedModel:
         self._program = program
         self._seed = 0
 
-    async def open_model(self) -> ModelState:
-        body = OpenModel(sections=self._sections)
-        state = await self._client.request("POST", self._path, body, kind=ModelState)
+    async def open_model(self) -> records.ModelState:
+        body = wire.OpenModel(sections=self._sections)
+        state = await self._client.request("POST", self._path, body, kind=records.ModelState)
         self._seed = state.seed
         return state
 
@@ -310,28 +286,30 @@ class _ServedModel:
         """Sends a request to the model, and opens it again if the server was restarted."""
         try:
             return await self._client.request(method, self._path + path, body, kind=kind)
-        except ModelNotOpenError:
+        except records.ModelNotOpenError:
             await self.open_model()
             return await self._client.request(method, self._path + path, body, kind=kind)
 
-    async def state(self) -> ModelState:
-        return await self._ask("GET", "", kind=ModelState)
+    async def state(self) -> records.ModelState:
+        return await self._ask("GET", "", kind=records.ModelState)
 
     async def group(self, task_id: str, *, greedy: bool) -> str:
-        body = NewGroup(task_id=task_id, greedy=greedy)
-        return (await self._ask("POST", "/groups", body, kind=CreatedId)).id
+        body = wire.NewGroup(task_id=task_id, greedy=greedy)
+        return (await self._ask("POST", "/groups", body, kind=wire.CreatedId)).id
 
-    async def open(self, attempt: NewAttempt) -> OpenedService:
+    async def open(self, attempt: records.NewAttempt) -> records.OpenedService:
         new = msgspec.structs.replace(attempt, elsewhere=list(self._program.remote_models))
-        return await self._ask("POST", "/attempts", new, kind=OpenedService)
+        return await self._ask("POST", "/attempts", new, kind=records.OpenedService)
 
-    async def generate(self, attempt: OpenedService, ask: ServiceRequest) -> Answers:
-        return await self._of_attempt(attempt, "generate", ask, kind=Answers)
+    async def generate(
+        self, attempt: records.OpenedService, ask: records.ServiceRequest
+    ) -> records.Answers:
+        return await self._of_attempt(attempt, "generate", ask, kind=records.Answers)
 
-    def session(self, attempt: OpenedService, agent: str = "") -> AttemptSession:
+    def session(self, attempt: records.OpenedService, agent: str = "") -> AttemptSession:
         return AttemptSession(self._client.base(), attempt.keys[agent])
 
-    async def remote(self, attempt: OpenedService) -> RemoteConversations | None:
+    async def remote(self, attempt: records.OpenedService) -> RemoteConversations | None:
         if not self._program.remote_models:
             return None
         name = next(iter(attempt.names.values()))
@@ -342,39 +320,41 @@ class _ServedModel:
     def remote_agents(self) -> Mapping[str, str]:
         return self._program.remote_agents
 
-    async def settle(self, attempt: OpenedService) -> Settled:
-        return await self._of_attempt(attempt, "settle", {}, kind=Settled)
+    async def settle(self, attempt: records.OpenedService) -> records.Settled:
+        return await self._of_attempt(attempt, "settle", {}, kind=records.Settled)
 
-    async def end(self, attempt: OpenedService) -> EndedAttempts:
-        return await self._of_attempt(attempt, "end", {}, kind=EndedAttempts)
+    async def end(self, attempt: records.OpenedService) -> records.EndedAttempts:
+        return await self._of_attempt(attempt, "end", {}, kind=records.EndedAttempts)
 
     async def _of_attempt(
-        self, attempt: OpenedService, what: str, body: Any, *, kind: type[T]
+        self, attempt: records.OpenedService, what: str, body: Any, *, kind: type[T]
     ) -> T:
         path = f"{self._path}/attempts/{attempt.handle}/{what}"
         try:
             return await self._client.request("POST", path, body, kind=kind)
-        except ModelNotOpenError as error:  # its server was restarted, so the attempt is gone
-            raise UnknownAttemptError(str(error)) from error
+        except (
+            records.ModelNotOpenError
+        ) as error:  # its server was restarted, so the attempt is gone
+            raise records.UnknownAttemptError(str(error)) from error
 
-    async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
-        submitted = Submitted(groups=list(groups))
+    async def train(self, groups: Sequence[Group]) -> records.TrainedSubmission:
+        submitted = records.Submitted(groups=list(groups))
         while True:
-            named = await self._ask("POST", "/steps", submitted, kind=CreatedId)
+            named = await self._ask("POST", "/steps", submitted, kind=wire.CreatedId)
             try:
                 path = f"{self._path}/steps/{named.id}"
-                return await self._client.request("GET", path, kind=TrainedSubmission)
-            except ModelNotOpenError:
+                return await self._client.request("GET", path, kind=records.TrainedSubmission)
+            except records.ModelNotOpenError:
                 continue  # its server was restarted, and may not have trained on it
 
     async def save(self) -> None:
         await self._ask("POST", "/save", {}, kind=dict)
 
-    async def checkpoints(self) -> list[Checkpoint]:
-        return await self._ask("GET", "/checkpoints", kind=list[Checkpoint])
+    async def checkpoints(self) -> list[records.Checkpoint]:
+        return await self._ask("GET", "/checkpoints", kind=list[records.Checkpoint])
 
-    async def fetch(self, checkpoint: Checkpoint, name: str, to: Path) -> None:
-        url = f"{PREFIX}{self._path}/checkpoints/{checkpoint.step}/{quote(name)}"
+    async def fetch(self, checkpoint: records.Checkpoint, name: str, to: Path) -> None:
+        url = f"{wire.PREFIX}{self._path}/checkpoints/{checkpoint.step}/{quote(name)}"
         try:
             async with self._client.http.stream("GET", url) as answer:
                 if not answer.is_success:

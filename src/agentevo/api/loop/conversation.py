@@ -10,14 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from agentevo.agents.policy import AttemptSession, Policy
-from agentevo.api.loop.records import (
-    EndedAgent,
-    EndedAttempts,
-    LoopConnection,
-    OpenedService,
-    ServiceRequest,
-    Settled,
-)
+from agentevo.api.loop import records
 from agentevo.errors import EngineError, EngineUnavailableError
 from agentevo.inference.remote_models import RemoteConversations
 from agentevo.models.chat.answer_form import AnswerForm
@@ -28,14 +21,14 @@ from agentevo.types import Message, SamplingOverrides, Turn
 class RemoteAttempt:
     """The common part of its conversations: one running attempt."""
 
-    def __init__(self, connection: LoopConnection, opened: OpenedService) -> None:
+    def __init__(self, connection: records.LoopConnection, opened: records.OpenedService) -> None:
         self.connection = connection
         self.opened = opened
-        self.settled: Settled | None = None
+        self.settled: records.Settled | None = None
         """The work of its own clients; None without such clients."""
         self.sessions: list[AttemptSession] = []
         """The sessions of its own clients. Their posted rewards are known once it is settled."""
-        self.ended: EndedAttempts | None = None
+        self.ended: records.EndedAttempts | None = None
         self.conversations = {name: LoopConversation(self, name) for name in opened.names}
 
     async def settle(self) -> None:
@@ -46,7 +39,7 @@ class RemoteAttempt:
         for name, conversation in self.conversations.items():
             conversation.take(self.settled.agents[name].turns)
 
-    async def end(self) -> EndedAttempts:
+    async def end(self) -> records.EndedAttempts:
         """Ends it. Raises EngineUnavailableError."""
         if self.ended is None:
             self.ended = await self.connection.end(self.opened)
@@ -90,7 +83,7 @@ class LoopConversation:
         n: int = 1,
     ) -> list[Turn]:
         is_ids = bool(prompt) and isinstance(prompt[0], int)
-        ask = ServiceRequest(
+        ask = records.ServiceRequest(
             id=uuid.uuid4().hex,
             agent=self.agent,
             messages=None if is_ids else cast("list[Message]", list(prompt)),
@@ -140,7 +133,7 @@ class LoopConversation:
             self.broken = self.broken or EngineError(ended_agent.broken)
 
     @property
-    def ended_agent(self) -> EndedAgent | None:
+    def ended_agent(self) -> records.EndedAgent | None:
         """The record, once the attempt has ended."""
         ended_attempt = self.attempt.ended
         return None if ended_attempt is None else ended_attempt.agents[self.agent]
