@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 from agentevo.agents.policy import AttemptSession, Policy, Prompt, RemoteHandle, Reply
 from agentevo.errors import EngineError
-from agentevo.store.call_log import Attribute, RunningCall
-from agentevo.types import Message, Turn
 
 T = TypeVar("T")
+
+_PLAIN = ("agents", "name", "turns", "text", "examples", "call")
+"""What a Policy answers at once, on any thread."""
 
 
 class BlockingPolicy:
@@ -36,17 +37,10 @@ class BlockingPolicy:
             return BlockingPolicy(agent, self._loop)
         return BlockingModel(self, agent)
 
-    @property
-    def agents(self) -> tuple[str, ...]:
-        return self._policy.agents
-
-    @property
-    def name(self) -> str:
-        return self._policy.name
-
-    @property
-    def turns(self) -> list[Turn]:
-        return self._policy.turns
+    def __getattr__(self, name: str) -> Any:
+        if name not in _PLAIN:
+            raise AttributeError(f"a function that is not async has no policy.{name}")
+        return getattr(self._policy, name)
 
     @property
     def session(self) -> AttemptSession:
@@ -75,12 +69,6 @@ class BlockingPolicy:
         coroutine, returns an awaitable."""
         return self._answer(question(self._policy))
 
-    def text(self, name: str, default: str = "") -> str:
-        return self._policy.text(name, default)
-
-    def examples(self, name: str = "examples") -> list[Message]:
-        return self._policy.examples(name)
-
     def model(self, name: str, agent: str = "") -> BlockingModel:
         return BlockingModel(self, self._policy.model(name, agent))
 
@@ -90,9 +78,6 @@ class BlockingPolicy:
             return coroutine
         answer = self._on_loop(coroutine)
         return answer.result() if running_loop is None else asyncio.wrap_future(answer)
-
-    def call(self, kind: str, name: str, **attributes: Attribute) -> RunningCall:
-        return self._policy.call(kind, name, **attributes)
 
     def _on_loop(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         try:

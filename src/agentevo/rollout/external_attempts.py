@@ -43,7 +43,7 @@ from agentevo.errors import (
     describe_error,
 )
 from agentevo.inference.engine import Engine
-from agentevo.rollout.group import RolloutGroup, write_storable
+from agentevo.rollout.group import RolloutGroup, write_group
 from agentevo.rollout.sampler import BASELINE, Sampler
 from agentevo.runtime.retry import STORE_RETRY_S, with_retries
 from agentevo.runtime.trace_header import trace_headers
@@ -519,13 +519,8 @@ class OutsideSessions:
         beats = asyncio.create_task(self._keep_lease(lease, opened)) if lease is not None else None
         try:
             trajectories = await opened.group.run()
-            trajectories = await write_storable(
-                trajectories,
-                lambda storable: self._retry(
-                    lambda: self._store.write_trajectories(
-                        storable, split=opened.split, step=opened.step, lease=lease
-                    )
-                ),
+            trajectories = await write_group(
+                self._store, trajectories, split=opened.split, step=opened.step, lease=lease
             )
             self._counts["groups_written"] += 1
 

@@ -4,9 +4,6 @@ cancelled without losing its recorded turns.
 A failure inside an agent is data: the attempt becomes a `failed` trajectory with the reason. A
 failure of the engine is not data: the group raises `InfrastructureFailure` and cancels the other
 attempts, and no part of the group may be written.
-
-Attempts that no store can hold because of a value from an agent, environment or scorer. Only
-such an attempt fails, and its group is written.
 """
 
 from __future__ import annotations
@@ -25,10 +22,13 @@ from agentevo.agents.agent import Agent, outcome_of
 from agentevo.agents.policy import Policy
 from agentevo.rollout.failures import TIMEOUT_PREFIX, ShowFailure
 from agentevo.runtime.event_loop import TaskScope
+from agentevo.runtime.retry import STORE_RETRY_S, with_retries
 from agentevo.runtime.signals import Interrupt
 from agentevo.runtime.tracebacks import traceback_of
 from agentevo.store.call_log import AttemptCalls, RunningCall
 from agentevo.store.codec import encode_trajectories
+from agentevo.store.records import Lease, Split
+from agentevo.store.store import Store
 from agentevo.store.trace_context import TracedMessage
 from agentevo.types import Outcome, Status, Task, Trajectory, group_of_agent
 
@@ -383,11 +383,26 @@ class RolloutGroup:
             member.cut(reason)
 
 
-async def write_storable(
-    trajectories: Sequence[Trajectory], write: Callable[[list[Trajectory]], Awaitable[object]]
+async def write_group(
+    store: Store,
+    trajectories: Sequence[Trajectory],
+    *,
+    split: Split,
+    step: int,
+    lease: Lease | None = None,
+    within_s: float = STORE_RETRY_S,
 ) -> list[Trajectory]:
-    """Writes the attempts with `write`, and returns them as they were written. An attempt that the
-    store refuses is written as a failed one without turns."""
+    """Writes all of the attempts or none, and returns them as they were written. Waits `within_s`
+    for an unavailable database. An attempt that the store can't hold, because of a value from an
+    agent, environment or scorer, is written as a failed one without turns."""
+
+    async def write(attempts: list[Trajectory]) -> None:
+        await with_retries(
+            lambda: store.write_trajectories(attempts, split=split, step=step, lease=lease),
+            within_s=within_s,
+            what="write_trajectories",
+        )
+
     attempts = list(trajectories)
     try:
         await write(attempts)

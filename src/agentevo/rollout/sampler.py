@@ -37,7 +37,7 @@ from agentevo.inference.remote_models import RemoteConversations, RemoteModels
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.rewards.baselines import BaselineScorers
 from agentevo.rollout.failures import FirstFailures
-from agentevo.rollout.group import GroupAttempt, InfrastructureFailure, RolloutGroup, write_storable
+from agentevo.rollout.group import GroupAttempt, InfrastructureFailure, RolloutGroup, write_group
 from agentevo.rollout.policy_scores import BASELINES, PolicyScores
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.self_play import role_of
@@ -224,15 +224,8 @@ class Sampler:
     async def write(
         self, trajectories: Sequence[Trajectory], *, split: Split, step: int
     ) -> list[Trajectory]:
-        """Writes all trajectories to the store, or none. An attempt that the store can't hold is
-        written as a failed one."""
-        return await write_storable(
-            trajectories,
-            lambda storable: _with_retries(
-                lambda: self._store.write_trajectories(storable, split=split, step=step),
-                "write_trajectories",
-            ),
-        )
+        """See group.write_group."""
+        return await write_group(self._store, trajectories, split=split, step=step)
 
     @property
     def engines(self) -> dict[str, Engine]:
