@@ -248,6 +248,17 @@ def check_result(ran: ProgramRun) -> None:
         raise SandboxError(f"the sandbox was lost: {ran.error and ran.error.message}")
 
 
+async def run_program(sandbox: Sandbox, program: bytes, spec: Any, limit_s: float) -> str:
+    """What a program of ours writes to stdout. It runs in the sandbox, for at most `limit_s`, and
+    reads `spec` as JSON on stdin."""
+    await sandbox.write_file("runner.py", program)
+    ran = await sandbox.execute(
+        ["python", "runner.py"], stdin=json.dumps(spec).encode(), deadline_s=limit_s
+    )
+    check_result(ran)
+    return ran.stdout
+
+
 class CodeTestsConfig(RewardConfig):
     """A reward for code that passes tests."""
 
@@ -367,15 +378,9 @@ class _Testing:
             "limit_s": self._config.test_timeout_s,
             "mark": mark,
         }
-        await self._sandbox.write_file("runner.py", RUNNER.read_bytes())
-        ran = await self._sandbox.execute(
-            ["python", "runner.py"],
-            stdin=json.dumps(spec).encode(),
-            deadline_s=self._left_s(self._config.tests_timeout_s),
-        )
-        check_result(ran)
-
-        results = await in_thread(_values, ran.stdout, mark)
+        limit_s = self._left_s(self._config.tests_timeout_s)
+        stdout = await run_program(self._sandbox, RUNNER.read_bytes(), spec, limit_s)
+        results = await in_thread(_values, stdout, mark)
         if tests.asserts:
             return sum(results.get(index) is True for index in range(tests.number))
 

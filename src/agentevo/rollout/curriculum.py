@@ -25,7 +25,7 @@ import numpy as np
 
 from agentevo.config.curriculum import Curriculum
 from agentevo.errors import ConfigError
-from agentevo.runtime.retry import STORE_RETRY_S, with_retries
+from agentevo.runtime.retry import with_retries
 from agentevo.runtime.seeds import derive_seed
 from agentevo.store.store import Store
 from agentevo.types import Task
@@ -91,7 +91,6 @@ class TaskCurriculum:
         """Reads the steps that were committed since the last call."""
         records = await with_retries(
             lambda: store.steps(after=self._last_step),
-            within_s=STORE_RETRY_S,
             what="reading the results of the steps",
         )
         for record in records:

@@ -45,7 +45,7 @@ from agentevo.errors import (
 from agentevo.inference.engine import Engine
 from agentevo.rollout.group import RolloutGroup, write_group
 from agentevo.rollout.sampler import BASELINE, Sampler
-from agentevo.runtime.retry import STORE_RETRY_S, with_retries
+from agentevo.runtime.retry import with_retries
 from agentevo.runtime.trace_header import trace_headers
 from agentevo.store.records import Lease, Split
 from agentevo.store.store import Store
@@ -563,7 +563,7 @@ class OutsideSessions:
             del self._ended[oldest], self._sessions[oldest]
 
     async def _retry(self, call: Callable[[], Any]) -> Any:
-        return await with_retries(call, within_s=STORE_RETRY_S, what="writing a session's group")
+        return await with_retries(call, what="writing a session's group")
 
 
 def _lost_trajectory(session: OutsideSession, error: Exception) -> Trajectory:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
@@ -43,7 +43,7 @@ from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.self_play import role_of
 from agentevo.runtime.event_loop import gather_all
 from agentevo.runtime.progress import bar
-from agentevo.runtime.retry import STORE_RETRY_S, with_retries
+from agentevo.runtime.retry import with_retries
 from agentevo.runtime.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls, CallLog
 from agentevo.store.records import RETRIES, Split
@@ -184,11 +184,11 @@ class Sampler:
         store's RetryPolicy allows. After that, raises EngineError, and no part of the group is
         written.
         """
-        await _with_retries(lambda: self._store.add_tasks(tasks, queue=False), "add_tasks")
+        await with_retries(lambda: self._store.add_tasks(tasks, queue=False), what="add_tasks")
         labels = (label, BASELINE) if baseline else (label,)
         names = [name for task in tasks for name in self._group_names(task, labels, step)]
-        stored_groups = await _with_retries(
-            lambda: self._find_stored(names, split, step), "known groups"
+        stored_groups = await with_retries(
+            lambda: self._find_stored(names, split, step), what="known groups"
         )
         extra = self._config.rollout.extra_attempts if split == "train" else 0
         size = attempts + extra + baseline
@@ -420,10 +420,6 @@ def _final_error(tries: int, error: InfrastructureFailure) -> EngineError:
         "" if has_remedy else "; if memory is short, lower engine.kv_cache_gb or engine.max_running"
     )
     return kind(f"failed {tries} times, last with: {error}{remedy}")
-
-
-async def _with_retries(call: Callable[[], Awaitable[T]], what: str) -> T:
-    return await with_retries(call, within_s=STORE_RETRY_S, what=what)
 
 
 class RemoteSampler(Sampler):
