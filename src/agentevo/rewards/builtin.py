@@ -125,7 +125,7 @@ class Contains(_AnswerReward):
 class Numeric(_AnswerReward):
     """The last number of the stated answer equals that of the task's answer, in any notation
     (numerals.py): 1,234.5, 1.234,5, 1 000, $3, 3/4, 1 1/2, 5e3, 50% (which is 0.5, or 50 if the
-    question is about percents), and TeX's 9{,}500, \\frac{3}{4}, 5 \\times 10^3."""
+    question is about percents), and TeX's 9{,}500, \\\\frac{3}{4}, 5 \\\\times 10^3."""
 
     Config = NumberConfig
 
