@@ -58,8 +58,6 @@ _alive: set[ProcessTree] = set()
 
 @dataclass(frozen=True)
 class EndedProcess:
-    """How a process ended."""
-
     code: int
     """Exit code; negative for the signal that ended it."""
     stdout: str

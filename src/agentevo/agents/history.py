@@ -57,7 +57,6 @@ class History:
         return shown
 
     def add(self, reply: Message, answers: list[Message]) -> None:
-        """Adds a round."""
         self._rounds.append(HistoryRound(reply, answers))
 
     async def look(self, turn: int, policy: Policy, tools: Tools = None) -> None:

@@ -62,8 +62,6 @@ class RemoteCallOptions(CallOptions, total=False):
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply of the policy."""
-
     text: str
     """The completion, without its end token."""
     complete: bool

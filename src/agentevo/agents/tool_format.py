@@ -22,8 +22,6 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 @dataclass(frozen=True)
 class ParsedReply:
-    """A parsed reply of the policy."""
-
     reply: Reply
     message: Message
     """The reply as a message of the history."""
@@ -34,8 +32,6 @@ class ParsedReply:
 
 
 class ToolFormat(Protocol):
-    """The format of one attempt."""
-
     def __init__(self, policy: Policy, schemas: Sequence[Mapping[str, Any]]) -> None: ...
 
     tools: Tools

@@ -82,7 +82,6 @@ class _AnswerReward:
         return right_answers(task)
 
     def compare(self, stated: str, right: list[Any], task: Task) -> float:
-        """The score of a stated answer."""
         raise NotImplementedError
 
 

@@ -234,8 +234,6 @@ _PYTHON = ("python", "py", "python3")
 
 
 class OpensSandboxes(Protocol):
-    """Opens sandboxes for a scorer."""
-
     def open(self) -> AbstractAsyncContextManager[Sandbox]:
         """Opens a sandbox, which is closed at the end of the block."""
         ...

@@ -241,8 +241,6 @@ class NoScoreError(AgentEvoError):
 
 @dataclass(frozen=True, slots=True)
 class JudgeAnswer(Generic[T]):
-    """A usable answer of a judge."""
-
     model: str
     value: T
     text: str

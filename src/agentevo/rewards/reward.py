@@ -56,8 +56,6 @@ task's answer. `data_source` and `extra_info` are columns of its row."""
 
 
 class Score(msgspec.Struct, frozen=True):
-    """The score of one attempt."""
-
     value: float
     parts: dict[str, float] = {}
     """The named parts that sum to the value, or empty."""

@@ -37,8 +37,6 @@ VARIANT_OF = "variant_of"
 
 
 class TaskStepResult(NamedTuple):
-    """A task's results in one step."""
-
     step: int
     solved: int
     attempts: int
@@ -83,7 +81,6 @@ class TaskCurriculum:
             )
 
     def _variant_pairs(self) -> list[tuple[Task, str]]:
-        """The variants, each with its base task."""
         pairs = zip(self.tasks, self._parents, strict=True)
         return [(task, str(parent)) for task, parent in pairs if parent is not None]
 

@@ -42,7 +42,6 @@ GSM8K_SCORER = "numeric"
 
 
 def convert_rows(source: str, read_form: str, form: str, report: RowReport) -> list[dict[str, Any]]:
-    """Converts the rows of a source in another form."""
     rows: list[dict[str, Any]] = []
     taken: dict[str, str] = {}
     for row in read_rows(source):

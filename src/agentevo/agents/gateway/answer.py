@@ -26,7 +26,6 @@ from agentevo.types import Alternatives, Message, ToolCall, Turn
 
 
 def _pieces_of_call(index: int, call: ToolCall) -> list[tool_calls.Delta]:
-    """The pieces of a complete call."""
     return [
         tool_calls.CallStarted(index, call.name, call.id),
         tool_calls.ArgumentsDelta(index, call.arguments),
@@ -35,7 +34,6 @@ def _pieces_of_call(index: int, call: ToolCall) -> list[tool_calls.Delta]:
 
 
 def pieces_of(reply: ModelReply) -> list[tool_calls.Delta]:
-    """The pieces of a complete reply."""
     pieces: list[tool_calls.Delta] = (
         [tool_calls.ReasoningDelta(reply.reasoning)] if reply.reasoning else []
     )

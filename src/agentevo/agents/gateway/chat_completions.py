@@ -95,7 +95,6 @@ def _plain(message: Any, number: int) -> Any:
 
 
 def answer(request: ModelRequest, replies: Sequence[ModelReply]) -> dict[str, Any]:
-    """The body of the answer."""
     return {
         **head(request, "chatcmpl", "chat.completion"),
         "choices": [_choice(request, number, reply) for number, reply in enumerate(replies)],

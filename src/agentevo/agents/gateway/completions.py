@@ -91,7 +91,6 @@ def _is_id(value: Any) -> bool:
 
 
 def answer(request: ModelRequest, replies: Sequence[ModelReply]) -> dict[str, Any]:
-    """The body of the answer."""
     choices = [
         _choice(request, number, reply.content, reply) for number, reply in enumerate(replies)
     ]

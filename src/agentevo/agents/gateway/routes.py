@@ -64,8 +64,6 @@ class Caller:
 
 
 class GatewayRoute(NamedTuple):
-    """One route."""
-
     method: str
     path: str
     handler: Handler

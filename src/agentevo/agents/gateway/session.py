@@ -462,7 +462,6 @@ def _renumber(on_pieces: OnPieces | None, first: int) -> OnPieces | None:
 
 
 def _text_of(prompt: Prompt, chat: ChatFormat) -> str:
-    """The text of a plain prompt."""
     if isinstance(prompt, str):
         return prompt
     return str(chat.tokenizer.decode(cast("list[int]", prompt), skip_special_tokens=False))

@@ -69,8 +69,6 @@ class _Elsewhere:
 
 
 class _AttemptUnderWay:
-    """One attempt."""
-
     def __init__(self, new: NewAttempt, policy: Policy) -> None:
         self.new = new
         self.policy = policy

@@ -62,8 +62,6 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """The attempt to start."""
-
     task_id: str
     group_id: str
     number: int
@@ -144,8 +142,6 @@ class EndedAgent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndedAttempts(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of an attempt."""
-
     agents: dict[str, EndedAgent]
 
 

@@ -28,8 +28,6 @@ class OpenModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """The task of a group."""
-
     task_id: str
     greedy: bool = False
 
@@ -41,8 +39,6 @@ class CreatedId(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on a server."""
-
     name: str
     is_open: bool
 
