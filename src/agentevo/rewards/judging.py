@@ -51,9 +51,10 @@ _NOUN_AFTER = re.compile(
 )
 """A noun after `correct`, which then describes the noun and is not a verdict."""
 _WORD_VERDICT = re.compile(
-    r"[\s*_#>-]*(?:(?:so|thus|hence|therefore)\b,?\s+)?(?:(?:the|this|my|its|final|given|stated)\s+)*"
-    r"(?:(?:it|answer|response|reply|verdict|conclusion|judge?ment)\b[\s*_]*(?:is\b|:))?"
-    r"[\s*_]*(in)?correct[\s*_.!;]*",
+    r"[\s*_#>-]*+(?:(?:so|thus|hence|therefore)\b,?+\s*+)?+"
+    r"(?:(?:the|this|my|its|final|given|stated)\b\s*+)*+"
+    r"(?:(?:it|answer|response|reply|verdict|conclusion|judge?ment)\b[\s*_]*+(?:is\b|:)[\s*_]*+)?+"
+    r"(in)?+correct\b[\s*_.!;]*+",
     re.IGNORECASE,
 )
 """A sentence that says nothing but a verdict."""
