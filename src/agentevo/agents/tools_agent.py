@@ -43,7 +43,9 @@ class ToolsAgent:
         reward. It is None, so that a scorer decides, if the tools could give outcomes but give
         none, and no reward was earned. `end` is one of `ends`; the first of `ends` is the final
         answer. Raises the errors of the toolsets."""
-        outcomes = {name: outcome_of(returned) for name, returned in (await tools.outcomes()).items()}
+        outcomes = {
+            name: outcome_of(returned) for name, returned in (await tools.outcomes()).items()
+        }
         parts: dict[str, float] = {}
         for name, outcome in outcomes.items():
             named = {f"{name}.{part}": value for part, value in outcome.reward_parts.items()}

@@ -91,7 +91,9 @@ def _request(body: Mapping[str, Any], **values: Any) -> ModelRequest:
     fields.check_known(body, _KNOWN, "message")
 
     _check_configuration(body)
-    schema = fields.schema_of(_fields(body, "output_config").get("format"), "output_config.format")
+    schema = fields.schema_of(
+        fields.object_in(body, "output_config").get("format"), "output_config.format"
+    )
     choice = _choice(body)
     tools = _tools(body)
 
@@ -108,12 +110,14 @@ def _check_configuration(body: Mapping[str, Any]) -> None:
     """Raises Refusal for fields that would have to change the policy's answer."""
     for key, allowed in (("output_config", _CONFIGURED), ("context_management", ("edits",))):
         unknown = [
-            name for name, value in _fields(body, key).items() if name not in allowed and value
+            name
+            for name, value in fields.object_in(body, key).items()
+            if name not in allowed and value
         ]
         if unknown:
             raise Refusal(f"{key}.{unknown[0]} is not supported: leave it out")
 
-    edits = _fields(body, "context_management").get("edits") or []
+    edits = fields.object_in(body, "context_management").get("edits") or []
     for edit in edits if isinstance(edits, list) else [edits]:
         kind = edit.get("type") if isinstance(edit, Mapping) else edit
         # Old thoughts: the tokens of a recorded turn stay, and the template decides of others.
@@ -124,17 +128,9 @@ def _check_configuration(body: Mapping[str, Any]) -> None:
             )
 
 
-def _fields(body: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """An object that may be missing or null."""
-    value = body.get(key)
-    if value is not None and not isinstance(value, Mapping):
-        raise BadRequestError(f"{key} is {shown(value)}: give an object")
-    return value or {}
-
-
 def _choice(body: Mapping[str, Any]) -> fields.FieldChoice:
     """The ToolChoice of this API's tool_choice."""
-    choice = _fields(body, "tool_choice")
+    choice = fields.object_in(body, "tool_choice")
     kind = choice.get("type", "auto")
     name = choice.get("name")
 

@@ -40,10 +40,6 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     schema = fields.schema_of(response_format, "response_format")
     tools = tools_of(fields.tools_in(body))
 
-    options = body.get("stream_options") or {}
-    if not isinstance(options, Mapping):
-        raise BadRequestError("stream_options must be an object")
-
     logprobs = fields.boolean(body, "logprobs")
     top_logprobs = fields.top_logprobs_of(body, "top_logprobs")
     if top_logprobs and not logprobs:
@@ -58,13 +54,9 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
             max_tokens=("max_completion_tokens", "max_tokens"),
             stop="stop",
         ),
-        n=fields.whole_number(body, "n", 1),
-        model=str(body.get("model") or "policy"),
-        stream=fields.boolean(body, "stream"),
-        include_usage=bool(options.get("include_usage")),
         logprobs=logprobs,
         top_logprobs=top_logprobs,
-        token_ids=fields.boolean(body, "return_token_ids"),
+        **fields.of_completions(body),
     )
 
 

@@ -43,10 +43,6 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
             "for one of the two"
         )
 
-    options = body.get("stream_options") or {}
-    if not isinstance(options, Mapping):
-        raise BadRequestError("stream_options must be an object")
-
     prompt, *more_prompts = prompts_of(body.get("prompt"))
     return ModelRequest(
         prompt=prompt,
@@ -54,13 +50,9 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
         is_plain=True,
         echo=echo,
         overrides=fields.sampling_of(body, max_tokens=("max_tokens",), stop="stop"),
-        n=n,
-        model=str(body.get("model") or "policy"),
-        stream=fields.boolean(body, "stream"),
-        include_usage=bool(options.get("include_usage")),
         logprobs=logprobs >= 0,
         top_logprobs=max(logprobs, 0),
-        token_ids=fields.boolean(body, "return_token_ids"),
+        **fields.of_completions(body),
     )
 
 

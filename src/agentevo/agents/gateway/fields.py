@@ -55,6 +55,25 @@ def tools_in(body: Mapping[str, Any]) -> Sequence[Any]:
     return tools
 
 
+def object_in(body: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Absent and null are an empty object."""
+    value = body.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise BadRequestError(f"{key} is {shown(value)}: give an object")
+    return value or {}
+
+
+def of_completions(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a ModelRequest that both of OpenAI's completions have."""
+    return {
+        "model": str(body.get("model") or "policy"),
+        "stream": boolean(body, "stream"),
+        "include_usage": bool(object_in(body, "stream_options").get("include_usage")),
+        "n": whole_number(body, "n", 1),
+        "token_ids": boolean(body, "return_token_ids"),
+    }
+
+
 def boolean(body: Mapping[str, Any], key: str) -> bool:
     """Absent and null are false."""
     value = body.get(key)
