@@ -330,9 +330,10 @@ def tasks_of_agent(section: AgentSection) -> GivenTasks:
             "held-out ones"
         ) from error
 
-    tasks = [checked_tasks(rows, where) for rows in (train, held_out)]
-    check_unique([task for each in tasks for task in each], where)
-    return GivenTasks(*tasks, [])
+    train_tasks = checked_tasks(train, where)
+    held_out_tasks = checked_tasks(held_out, where)
+    check_unique([*train_tasks, *held_out_tasks], where)
+    return GivenTasks(train_tasks, held_out_tasks, [])
 
 
 def checked_tasks(rows: Any, where: str) -> list[Task]:
