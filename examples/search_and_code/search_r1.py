@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentevo.agents.search_tags import RULES
+from agentevo.agents.tool_format import SEARCH_RULES
 from agentevo.agents.tools.search import CorpusSearch
 from arms import Arm, Results, main
 from stages import Row, Size, imitate, make_policy, reinforce, taught, write_rows
@@ -57,7 +57,7 @@ def searching(corpus: Path) -> dict[str, Any]:
 def shown_search(question: Question, search: CorpusSearch, *, hasty: bool = False) -> Row:
     """A demonstration: the entities of the path are looked for, one after the other, and what was
     learnt of each is said again. A hasty one answers with what the first search has taught."""
-    messages = [{"role": "user", "content": f"{RULES}\n\nQuestion: {question.text}"}]
+    messages = [{"role": "user", "content": f"{SEARCH_RULES}\n\nQuestion: {question.text}"}]
     learnt = ""
     path = tuple(zip(question.path, question.wanted_of_each, strict=True))
     for entity, wanted in path[:1] if hasty else path:
@@ -151,7 +151,7 @@ def _texts(world: World) -> Iterator[str]:
     yield from VALUES.values()
     yield from (json.dumps(one.passage) for one in world.entities)
     yield from (one.text for one in _some(world, 200, held_out=False, draw=0))
-    yield f"{RULES}\n\nQuestion: What is it? <think>The way is known.</think>"
+    yield f"{SEARCH_RULES}\n\nQuestion: What is it? <think>The way is known.</think>"
 
 
 ARMS = [Arm("search", search), Arm("remember", remember)]

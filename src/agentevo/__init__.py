@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from agentevo.environments.episode import ActionResult, EpisodicEnvironment
     from agentevo.errors import AgentEvoError, ConfigError, ToolError
     from agentevo.rewards.reward import RewardConfig, Score, Unscored, register_scorer, reward
-    from agentevo.rollout.questions import Question
+    from agentevo.rollout.self_play import Question
     from agentevo.types import Message, Outcome, Task
     from agentevo_evolve.optimizing import optimize
 
@@ -47,7 +47,7 @@ _MODULE_OF_NAME = {
     "Group": "agentevo.api.loop.group",
     "Message": "agentevo.types",
     "Outcome": "agentevo.types",
-    "Question": "agentevo.rollout.questions",
+    "Question": "agentevo.rollout.self_play",
     "RewardConfig": "agentevo.rewards.reward",
     "Score": "agentevo.rewards.reward",
     "Task": "agentevo.types",

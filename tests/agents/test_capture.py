@@ -15,8 +15,7 @@ import pytest
 from fake_gateway import FakeGateway
 
 from agentevo.agents import capture
-from agentevo.agents.capture import capture_calls, untracked
-from agentevo.agents.client_environment import PLACEHOLDER_KEY, client_variables
+from agentevo.agents.capture import PLACEHOLDER_KEY, capture_calls, client_variables, untracked
 from agentevo.errors import AgentEvoError
 
 BODY = {"messages": []}

@@ -14,7 +14,8 @@ import pytest
 from fake_gateway import FakeGateway
 
 import agentevo
-from agentevo.agents import CommandAgent, FunctionAgent, Policy, process_tree
+from agentevo.agents import CommandAgent, FunctionAgent, Policy
+from agentevo.agents.command import KEPT_BYTES
 from agentevo.agents.posted_rewards import PostedReward, outcome_of_rewards, printed_reward
 from agentevo.api import _trainable_of, resolve
 from agentevo.config.agents import CommandAgentSection
@@ -265,7 +266,7 @@ def test_gigabytes_of_output_take_no_memory(program, played):
     (process,) = played.recorded.of_kind("process")
     assert process.attributes["stderr"].endswith("yend")
     assert process.attributes["stdout"].endswith('x\n{"reward": 1}\n')
-    assert all(len(process.attributes[s]) == process_tree.KEPT_BYTES for s in ("stdout", "stderr"))
+    assert all(len(process.attributes[s]) == KEPT_BYTES for s in ("stdout", "stderr"))
 
 
 TREE = """

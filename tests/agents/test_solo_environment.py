@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from agentevo.agents import environment_thread
-from agentevo.agents.solo_environment import MAX_HUNG, SoloEnvironment
+from agentevo.agents.environment_thread import MAX_HUNG_ALONE, SoloEnvironment
 from agentevo.errors import ConfigError, EnvironmentFailure
 
 
@@ -60,7 +60,7 @@ def test_one_that_hangs_is_replaced_a_few_times(monkeypatch):
         return Environment()
 
     with solo(make, within_s=0.5) as one:
-        for _ in range(MAX_HUNG):
+        for _ in range(MAX_HUNG_ALONE):
             with pytest.raises(
                 EnvironmentFailure, match=r"hangs: no answer in agent\.timeout_s=0\.5 s"
             ):
@@ -69,4 +69,4 @@ def test_one_that_hangs_is_replaced_a_few_times(monkeypatch):
             one.call(lambda environment: 3)
 
     go.set()
-    assert len(made) == MAX_HUNG
+    assert len(made) == MAX_HUNG_ALONE

@@ -8,8 +8,8 @@ import pytest
 
 from agentevo.agents import Policy, ToolAgent
 from agentevo.agents.history import LEFT_OUT
-from agentevo.agents.react import read_action
 from agentevo.agents.task_agent import check_agent_names
+from agentevo.agents.tool_format import read_action
 from agentevo.agents.tools.search import CorpusSearch
 from agentevo.config import tools as tool_config
 from agentevo.config.agents import ContextSection, ToolAgentSection

@@ -6,7 +6,7 @@ import pytest
 
 from agentevo.config.tasks import TaskFields
 from agentevo.data import RowError, RowReport, read_conversations
-from agentevo.data.media import check_no_media
+from agentevo.data.conversation import check_no_media
 from agentevo.errors import ConfigError
 from agentevo.rollout.given_tasks import task_of
 from agentevo.training.pair_file import read_pair_file

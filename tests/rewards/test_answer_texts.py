@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from agentevo.rewards import patterns
 from agentevo.rewards.answer_texts import check_place, find_answer
 from agentevo.rewards.containment import states_answer
-from agentevo.rewards.multiple_choice import WITHOUT_TEXTS, choice_of
-from agentevo.rewards.numerals import last_numeral, readings
-from agentevo.rewards.patterns import Pattern
-from agentevo.rewards.texts import f1, repeated_share, share_of_language, squad_normalised
-from agentevo.rewards.verdicts import (
+from agentevo.rewards.judging import (
     UnusableError,
     objects_in,
     scores_in_tags,
     verdicts_in_words,
 )
+from agentevo.rewards.multiple_choice import WITHOUT_TEXTS, choice_of
+from agentevo.rewards.numerals import last_numeral, readings
+from agentevo.rewards.patterns import Pattern
+from agentevo.rewards.texts import f1, repeated_share, share_of_language, squad_normalised
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,14 @@ import pytest
 
 from agentevo.environments.sandbox.sandbox import Failure, ProgramRun
 from agentevo.errors import ConfigError, SandboxError, UnknownNameError
-from agentevo.rewards.code_cases import cases_of, is_right_output, is_right_value
-from agentevo.rewards.code_tests import CodeTestsConfig, CodeTestsReward, code_of
+from agentevo.rewards.code_tests import (
+    CodeTestsConfig,
+    CodeTestsReward,
+    cases_of,
+    code_of,
+    is_right_output,
+    is_right_value,
+)
 from agentevo.rollout.scoring import Scoring
 from agentevo.runtime.event_loop import run_coroutine
 from agentevo.types import Message, Task, Trajectory, Turn

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from agentevo.rewards import llm_judge, ruler
-from agentevo.rewards.verdicts import UnusableError, text_after_reasoning
+from agentevo.rewards.judging import UnusableError, text_after_reasoning
 
 BAD = 0.1
 """What the judge says of the first attempt, which has forged a verdict of 1."""

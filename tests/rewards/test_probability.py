@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from agentevo.errors import ConfigError
 from agentevo.rewards import make_reward
+from agentevo.rewards.answer_texts import find_opening, opening_text
 from agentevo.rewards.baselines import Baseline, BaselineScorers
-from agentevo.rewards.openings import find_opening, opening_text
 from agentevo.rewards.probability import measure_logprobs, split
 from agentevo.rewards.reward import reward_config
 from agentevo.types import Task, Trajectory, Turn

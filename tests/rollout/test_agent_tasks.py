@@ -66,9 +66,9 @@ def test_without_held_out_ones_the_last_are(registered):
     ("train", "words"),
     [
         (ValueError("no disk"), r"Brings.tasks\(\): ValueError: no disk"),
-        ("abc", "give lists of tasks"),
-        ([*ROWS, ROWS[0]], "two tasks have the id '0'"),
-        ([{"answer": 1}], "task 0: no query"),
+        ("abc", "give a list of tasks"),
+        ([*ROWS, ROWS[0]], "the id '0' is there 2 times"),
+        ([{"answer": 1}], r"\[0\]: no query"),
     ],
 )
 def test_what_is_no_list_of_tasks_is_refused(registered, train, words):

@@ -6,6 +6,8 @@ import asyncio
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -26,7 +28,7 @@ from agentevo.rollout.failures import (
     failure_kind,
     summarize_failures,
 )
-from agentevo.rollout.unstorable import write_storable
+from agentevo.rollout.group import write_group
 from agentevo.runtime.daemon_threads import run_in_thread
 from agentevo.runtime.tracebacks import name_place, traceback_of
 from agentevo.types import Task, Trajectory
@@ -188,23 +190,27 @@ def attempt(name: str, **more: object) -> Trajectory:
 
 
 def test_what_no_store_can_hold_fails_alone():
-    async def write(attempts: list[Trajectory]) -> None:
+    async def write(attempts: list[Trajectory], **place: object) -> None:
         calls.append([one.status for one in attempts])
         if any(one.metrics for one in attempts):
             raise StoreError("no")
 
+    def written(attempts: list[Trajectory], write: Any) -> list[Trajectory]:
+        store: Any = SimpleNamespace(write_trajectories=write)
+        return asyncio.run(write_group(store, attempts, split="train", step=1))
+
     calls: list[list[str]] = []
     made = [attempt("a"), attempt("b", metrics={"reward_parts/x": 1.0})]
-    fine, spoilt = asyncio.run(write_storable(made, write))
+    fine, spoilt = written(made, write)
 
     assert calls == [["completed", "completed"], ["completed", "failed"]]
     assert fine == made[0] and "can't be stored" in spoilt.error
 
-    async def refuse(attempts: list[Trajectory]) -> None:
+    async def refuse(attempts: list[Trajectory], **place: object) -> None:
         raise StoreError("the id is taken")
 
     with pytest.raises(StoreError, match="the id is taken"):
-        asyncio.run(write_storable([attempt("a")], refuse))
+        written([attempt("a")], refuse)
 
 
 def test_a_place_is_shown_once_and_named_without_its_traceback():

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from agentevo.config import build_config
 from agentevo.errors import ConfigError
-from agentevo.rollout.mixture import Mixture
-from agentevo.rollout.task_source import TaskSource, source_names
+from agentevo.rollout.task_source import Mixture, TaskSource, source_names
 from agentevo.runs.orchestration.step_metrics import metrics_by_source
 from agentevo.types import Trajectory
 

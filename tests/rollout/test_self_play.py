@@ -14,10 +14,13 @@ from agentevo.config import build_config, sources
 from agentevo.config.self_play import SelfPlay
 from agentevo.data.question_overlap import question_key
 from agentevo.errors import ConfigError, StoreError
-from agentevo.rollout.questions import QUESTION, SelfPlayAgent, encode_question, make_family
 from agentevo.rollout.self_play import (
+    QUESTION,
     ProposalTasks,
+    SelfPlayAgent,
+    encode_question,
     learnability,
+    make_family,
     read_proposals,
     reward_proposals,
 )

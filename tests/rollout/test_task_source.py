@@ -10,8 +10,7 @@ from agentevo.config.tasks import TaskFields
 from agentevo.data import RowError
 from agentevo.errors import ConfigError
 from agentevo.rollout.given_tasks import task_of
-from agentevo.rollout.mixture import permutation
-from agentevo.rollout.task_source import TaskSource
+from agentevo.rollout.task_source import TaskSource, permutation
 from agentevo.types import QUEUED_FOR_STEP, Task
 
 

@@ -104,7 +104,6 @@ class PageReader:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the attempt."""
         names = ("num_summaries", "num_failed_summaries")
         return {name: float(self._counts[name]) for name in names}
 

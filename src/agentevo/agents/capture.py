@@ -14,6 +14,8 @@ asyncio's tasks and to_thread, calls submitted to a ThreadPoolExecutor, and new 
 context. This has limits. A thread that several attempts share belongs to the attempt that started
 it, so start it outside of attempts or let it use `policy.api_key`. Child processes, also forked
 ones, have only the placeholder, since a process pool may serve many attempts.
+
+Environment variables that point clients of OpenAI's and Anthropic's APIs to the gateway.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import importlib.abc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from copy import copy
@@ -31,10 +33,38 @@ from functools import partial, wraps
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
-from agentevo.agents.client_environment import PLACEHOLDER_KEY, client_variables
 from agentevo.errors import AgentEvoError
 from agentevo.runtime.trace_header import trace_headers
+
+PLACEHOLDER_KEY = "agentevo"
+"""The API key of clients that require one although the attempt is identified in another way. It
+gives no access."""
+_PROXIES = ("HTTP_PROXY", "ALL_PROXY")
+
+
+def client_variables(
+    gateway_url: str, api_key: str, environment: Mapping[str, str] = os.environ
+) -> dict[str, str | None]:
+    """Variables to set, or to remove if the value is None, in addition to those of `environment`.
+    If `environment` has a proxy, the gateway is reached without it."""
+    base_url = f"{gateway_url}/v1"
+    variables: dict[str, str | None] = {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_BASE": base_url,
+        "OPENAI_API_KEY": api_key,
+        "ANTHROPIC_BASE_URL": gateway_url,
+        "ANTHROPIC_API_KEY": api_key,
+        "ANTHROPIC_AUTH_TOKEN": None,
+    }
+    if any(environment.get(name) or environment.get(name.lower()) for name in _PROXIES):
+        proxy_exceptions = environment.get("no_proxy") or environment.get("NO_PROXY")
+        hosts = ",".join(filter(None, [proxy_exceptions, urlsplit(gateway_url).hostname]))
+        variables |= {"NO_PROXY": hosts, "no_proxy": hosts}
+
+    return variables
+
 
 HEADER = "X-AgentEvo-Session"
 

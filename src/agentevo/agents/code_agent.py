@@ -30,12 +30,11 @@ from agentevo.agents.policy import Policy
 from agentevo.agents.single_turn import conversation_of, with_examples, with_system
 from agentevo.agents.task_agent import ask_once, asks_once
 from agentevo.agents.tools.shorten import shorten_text
-from agentevo.agents.tools.toolbox import AttemptTools, Toolbox
-from agentevo.agents.tools_outcome import outcome_with_tools, tool_outcomes
+from agentevo.agents.tools.toolbox import AttemptTools
+from agentevo.agents.tools_agent import ToolsAgent
 from agentevo.config.agents import CodeAgentSection, agents
 from agentevo.environments.sandbox import Execution, Sandbox, Sandboxes, SandboxTool
 from agentevo.errors import RequestTooLongError, ToolError
-from agentevo.rewards.answer_texts import find_answer
 from agentevo.rewards.sqlite_state import LEFT_OUT_METRIC
 from agentevo.runtime.seeds import derive_seed
 from agentevo.store.call_log import record_call
@@ -96,24 +95,17 @@ class _CodeProgress:
 
 
 @agents.register("code_agent")
-class CodeAgent:
-    """An agent whose actions are Python code. All attempts of a process share one object."""
+class CodeAgent(ToolsAgent):
+    """An agent whose actions are Python code."""
 
     Config = CodeAgentSection
 
     def __init__(self, section: CodeAgentSection) -> None:
-        """Raises ConfigError for tools that can't be made."""
+        super().__init__(section)
         self._section = section
-        self._toolbox = Toolbox(section.tools)
         self._sandboxes = Sandboxes(section.sandbox)
-        self.needs_scorer = not self._toolbox.has_outcome
-
-    async def close(self) -> None:
-        """See FunctionAgent.close."""
-        await self._toolbox.close()
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
-        """See Agent.run."""
         if asks_once(task):
             messages = conversation_of(task, system=None, instruction=self._section.instruction)
             return await ask_once(messages, policy)
@@ -134,26 +126,22 @@ class CodeAgent:
             interpreter = _AgentInterpreter(sandbox, files, self._section.max_output_chars)
             history = History(messages, self._section.context)
             end = await self._play(history, policy, interpreter, progress)
-            outcomes = await tool_outcomes(tools)
-
-        return outcome_with_tools(
-            tools,
-            outcomes,
-            has_judges=self._toolbox.has_outcome,
-            own_parts={
-                "tool_results": progress.total_earned,
-                "code_penalty": 0.0 - self._section.code_penalty * progress.num_failed,
-            },
-            turn_rewards=progress.turn_rewards,
-            metrics={
-                "num_context_cuts": float(history.num_cuts),
-                "num_code_blocks": float(progress.num_blocks),
-                "num_failed_code_blocks": float(progress.num_failed),
-                LEFT_OUT_METRIC: float(files.num_left_out),
-            },
-            end=end,
-            ends=ENDS,
-        )
+            return await self._outcome(
+                tools,
+                history,
+                own_parts={
+                    "tool_results": progress.total_earned,
+                    "code_penalty": 0.0 - self._section.code_penalty * progress.num_failed,
+                },
+                turn_rewards=progress.turn_rewards,
+                metrics={
+                    "num_code_blocks": float(progress.num_blocks),
+                    "num_failed_code_blocks": float(progress.num_failed),
+                    LEFT_OUT_METRIC: float(files.num_left_out),
+                },
+                end=end,
+                ends=ENDS,
+            )
 
     def _first_messages(
         self, task: Task, policy: Policy, tools: AttemptTools, files: AttemptFiles
@@ -214,9 +202,6 @@ class CodeAgent:
                 await history.look(reply.turn, policy)
 
         return "turns"
-
-    def _is_final(self, text: str) -> bool:
-        return self._section.final == "reply" or find_answer(text, "answer") is not None
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,6 @@ def next_messages(
 
 @dataclass
 class _Episode:
-    """The state of one episode."""
-
     turn_rewards: dict[int, float] = field(default_factory=dict)
     earned: float = 0.0
     """The sum of the environment's rewards."""

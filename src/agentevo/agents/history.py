@@ -57,14 +57,13 @@ class History:
         return shown
 
     def add(self, reply: Message, answers: list[Message]) -> None:
-        """Adds a round."""
         self._rounds.append(HistoryRound(reply, answers))
 
     async def look(self, turn: int, policy: Policy, tools: Tools = None) -> None:
         """Cuts the history if the prompt and the reply of `turn` together have more than
         `max_tokens` tokens."""
         limit = self.section.max_tokens
-        if limit is not None and _num_tokens(policy, turn) > limit:
+        if limit is not None and sum(policy.num_tokens(turn)) > limit:
             await self.cut(policy, tools)
 
     async def ask_within_context(
@@ -91,12 +90,7 @@ class History:
 
         recent = self._rounds[len(old) :]
         if section.strategy == "discard_results":
-            cut = [
-                HistoryRound(
-                    old_round.reply, [_without_content(answer) for answer in old_round.answers]
-                )
-                for old_round in old
-            ]
+            cut = _without_results(old)
             if cut == old:
                 return False
             self._rounds = [*cut, *recent]
@@ -111,13 +105,7 @@ class History:
     async def _summarise(self, old: list[HistoryRound], policy: Policy, tools: Tools) -> str:
         """The summary of the old rounds. If they are too long for one request, only the replies are
         summarised; if these are also too long, the earlier summary stays."""
-        replies = [
-            HistoryRound(
-                old_round.reply, [_without_content(answer) for answer in old_round.answers]
-            )
-            for old_round in old
-        ]
-        for rounds in (old, replies):
+        for rounds in (old, _without_results(old)):
             try:
                 return await self._summary_of(rounds, policy, tools)
             except RequestTooLongError:
@@ -140,9 +128,8 @@ class History:
         return (await policy.generate(messages, tools=tools)).answer.strip()
 
 
-def _num_tokens(policy: Policy, turn: int) -> int:
-    return sum(policy.num_tokens(turn))
-
-
-def _without_content(answer: Message) -> Message:
-    return replace(answer, content=LEFT_OUT)
+def _without_results(rounds: list[HistoryRound]) -> list[HistoryRound]:
+    return [
+        HistoryRound(reply, [replace(answer, content=LEFT_OUT) for answer in answers])
+        for reply, answers in rounds
+    ]

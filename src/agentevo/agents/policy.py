@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, cast, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack, cast, overload
 
 import msgspec
 
@@ -39,15 +39,29 @@ if TYPE_CHECKING:
 
 _LARGEST = {"temperature": LARGEST_TEMPERATURE, "top_k": 2**31 - 1, "seed": 2**63 - 1}
 
-Prompt = Sequence[Message | Mapping[str, Any]] | Sequence[int]
+Messages = Sequence[Message | Mapping[str, Any]]
+Prompt = Messages | Sequence[int]
 """A complete history as messages or as mappings in OpenAI's format (data/messages.py), or token
 ids."""
 
 
+class CallOptions(TypedDict, total=False):
+    """The options of Policy.generate, which explains them."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    sampling: SamplingOverrides | Mapping[str, Any] | None
+    stop: str | Sequence[str] | None
+    form: AnswerForm | None
+
+
+class RemoteCallOptions(CallOptions, total=False):
+    """The options of RemoteHandle.generate."""
+
+    tool_choice: str
+
+
 @dataclass(frozen=True)
 class Reply:
-    """A reply of the policy."""
-
     text: str
     """The completion, without its end token."""
     complete: bool
@@ -288,26 +302,11 @@ class Policy:
         return [copy_of_turn(turn) for turn in self._single().turns]
 
     @overload
-    async def generate(
-        self,
-        prompt: Prompt,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        sampling: SamplingOverrides | Mapping[str, Any] | None = None,
-        stop: str | Sequence[str] | None = None,
-        form: AnswerForm | None = None,
-    ) -> Reply: ...
+    async def generate(self, prompt: Prompt, **options: Unpack[CallOptions]) -> Reply: ...
 
     @overload
     async def generate(
-        self,
-        prompt: Prompt,
-        *,
-        n: int,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        sampling: SamplingOverrides | Mapping[str, Any] | None = None,
-        stop: str | Sequence[str] | None = None,
-        form: AnswerForm | None = None,
+        self, prompt: Prompt, *, n: int, **options: Unpack[CallOptions]
     ) -> list[Reply]: ...
 
     async def generate(
@@ -397,33 +396,16 @@ class RemoteHandle:
         self.agent = agent
 
     @overload
-    async def generate(
-        self,
-        prompt: Sequence[Message | Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str = "auto",
-        form: AnswerForm | None = None,
-        sampling: SamplingOverrides | Mapping[str, Any] | None = None,
-        stop: str | Sequence[str] | None = None,
-    ) -> Reply: ...
+    async def generate(self, prompt: Messages, **options: Unpack[RemoteCallOptions]) -> Reply: ...
 
     @overload
     async def generate(
-        self,
-        prompt: Sequence[Message | Mapping[str, Any]],
-        *,
-        n: int,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str = "auto",
-        form: AnswerForm | None = None,
-        sampling: SamplingOverrides | Mapping[str, Any] | None = None,
-        stop: str | Sequence[str] | None = None,
+        self, prompt: Messages, *, n: int, **options: Unpack[RemoteCallOptions]
     ) -> list[Reply]: ...
 
     async def generate(
         self,
-        prompt: Sequence[Message | Mapping[str, Any]],
+        prompt: Messages,
         *,
         n: int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,

@@ -60,12 +60,10 @@ class RemotePolicyConversation:
 
     @property
     def turns(self) -> list[Turn]:
-        """See Conversation.turns."""
         return _views(self._own, {})
 
     @property
     def received(self) -> list[int]:
-        """See Conversation.received."""
         received_turns = self._remote.received_turns()
         return [number for number, turn in enumerate(self._own) if turn.index in received_turns]
 
@@ -113,18 +111,15 @@ class RemotePolicyConversation:
         return remote_turn.prompt_tokens, remote_turn.completion_tokens
 
     def turns_to_record(self, rewards: Mapping[int, float]) -> list[Turn]:
-        """See Conversation.turns_to_record."""
         remote_turns = self._own
         received = self.received
         earned = {place: rewards.get(turn, 0.0) for place, turn in enumerate(received)}
         return _views([remote_turns[turn] for turn in received], earned)
 
     def metrics(self) -> dict[str, float]:
-        """See Conversation.metrics."""
         return {POLICY_TOKENS: float(sum(turn.completion_tokens for turn in self._own))}
 
     async def close(self) -> None:
-        """See Conversation.close."""
         self._closed = True
 
 
@@ -169,5 +164,4 @@ class RemoteModelPolicy(Policy):
         self._remote_agents = {"": model}
 
     def num_tokens(self, turn: int) -> tuple[int, int]:
-        """See Policy.num_tokens."""
         return self._conversation.num_tokens(turn)

@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 from agentevo.agents.policy import AttemptSession, Policy, Prompt, RemoteHandle, Reply
 from agentevo.errors import EngineError
-from agentevo.store.call_log import Attribute, RunningCall
-from agentevo.types import Message, Turn
 
 T = TypeVar("T")
+
+_PLAIN = ("agents", "name", "turns", "text", "examples", "call")
+"""What a Policy answers at once, on any thread."""
 
 
 class BlockingPolicy:
@@ -31,26 +32,15 @@ class BlockingPolicy:
         self._loop = loop or asyncio.get_running_loop()
 
     def __getitem__(self, name: str) -> BlockingPolicy | BlockingModel:
-        """See Policy.__getitem__."""
         agent = self._policy[name]
         if isinstance(agent, Policy):
             return BlockingPolicy(agent, self._loop)
         return BlockingModel(self, agent)
 
-    @property
-    def agents(self) -> tuple[str, ...]:
-        """See Policy.agents."""
-        return self._policy.agents
-
-    @property
-    def name(self) -> str:
-        """See Policy.name."""
-        return self._policy.name
-
-    @property
-    def turns(self) -> list[Turn]:
-        """See Policy.turns."""
-        return self._policy.turns
+    def __getattr__(self, name: str) -> Any:
+        if name not in _PLAIN:
+            raise AttributeError(f"a function that is not async has no policy.{name}")
+        return getattr(self._policy, name)
 
     @property
     def session(self) -> AttemptSession:
@@ -65,16 +55,13 @@ class BlockingPolicy:
 
     @property
     def base_url(self) -> str:
-        """See Policy.base_url."""
         return self.session.base_url
 
     @property
     def api_key(self) -> str:
-        """See Policy.api_key."""
         return self.session.key
 
     def generate(self, prompt: Prompt, **options: Any) -> Reply | list[Reply] | Any:
-        """See Policy.generate."""
         return self._answer(self._policy.generate(prompt, **options))
 
     def ask(self, question: Callable[[Policy], Coroutine[Any, Any, T]]) -> T | Any:
@@ -82,16 +69,7 @@ class BlockingPolicy:
         coroutine, returns an awaitable."""
         return self._answer(question(self._policy))
 
-    def text(self, name: str, default: str = "") -> str:
-        """See Policy.text."""
-        return self._policy.text(name, default)
-
-    def examples(self, name: str = "examples") -> list[Message]:
-        """See Policy.examples."""
-        return self._policy.examples(name)
-
     def model(self, name: str, agent: str = "") -> BlockingModel:
-        """See Policy.model."""
         return BlockingModel(self, self._policy.model(name, agent))
 
     def _answer(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -100,10 +78,6 @@ class BlockingPolicy:
             return coroutine
         answer = self._on_loop(coroutine)
         return answer.result() if running_loop is None else asyncio.wrap_future(answer)
-
-    def call(self, kind: str, name: str, **attributes: Attribute) -> RunningCall:
-        """See Policy.call."""
-        return self._policy.call(kind, name, **attributes)
 
     def _on_loop(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         try:
@@ -121,7 +95,6 @@ class BlockingModel:
         self._model = model
 
     def generate(self, prompt: Sequence[Any], **options: Any) -> Reply | list[Reply] | Any:
-        """See RemoteHandle.generate."""
         return self._policy._answer(self._model.generate(prompt, **options))
 
 

@@ -20,7 +20,6 @@ class SingleTurnAgent:
         self._section = section
 
     async def run(self, task: Task, policy: Policy) -> None:
-        """See Agent.run."""
         await policy.generate(
             opening_of(task, policy.texts, self._section.system_prompt, self._section.instruction)
         )

@@ -18,18 +18,21 @@ from dataclasses import dataclass, field
 
 from agentevo.agents.browse import Browse
 from agentevo.agents.history import History
-from agentevo.agents.policy import Policy, Reply
-from agentevo.agents.react import ReActFormat
-from agentevo.agents.search_tags import SearchTags
+from agentevo.agents.policy import Policy
 from agentevo.agents.single_turn import opening_of, with_system
 from agentevo.agents.task_agent import ask_once, asks_once
-from agentevo.agents.tool_format import NativeFormat, ParsedReply, ToolFormat
+from agentevo.agents.tool_format import (
+    NativeFormat,
+    ParsedReply,
+    ReActFormat,
+    SearchTags,
+    ToolFormat,
+)
 from agentevo.agents.tools.tool import ToolResult
-from agentevo.agents.tools.toolbox import AttemptTools, Toolbox
-from agentevo.agents.tools_outcome import outcome_with_tools, tool_outcomes
+from agentevo.agents.tools.toolbox import AttemptTools
+from agentevo.agents.tools_agent import ToolsAgent
 from agentevo.config.agents import ToolAgentSection, agents
 from agentevo.errors import RequestTooLongError
-from agentevo.rewards.answer_texts import find_answer
 from agentevo.runtime.seeds import derive_seed
 from agentevo.types import Message, Outcome, Task, ToolCall
 
@@ -62,24 +65,17 @@ class _ToolProgress:
 
 
 @agents.register("tool_agent")
-class ToolAgent:
-    """See the module. All attempts of a process share one object."""
+class ToolAgent(ToolsAgent):
+    """See the module."""
 
     Config = ToolAgentSection
 
     def __init__(self, section: ToolAgentSection) -> None:
-        """Raises ConfigError for tools that can't be made."""
+        super().__init__(section)
         self._section = section
-        self._toolbox = Toolbox(section.tools)
         self._browse = Browse(section.browse) if section.browse.is_on else None
-        self.needs_scorer = not self._toolbox.has_outcome
-
-    async def close(self) -> None:
-        """See FunctionAgent.close."""
-        await self._toolbox.close()
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
-        """See Agent.run."""
         if asks_once(task):
             return await ask_once(self._opening_messages(task, policy), policy)
 
@@ -97,25 +93,21 @@ class ToolAgent:
             )
             history = History(opening, self._section.context)
             end = await self._play(form, history, policy, tools, progress)
-            outcomes = await tool_outcomes(tools)
-
-        return outcome_with_tools(
-            tools,
-            outcomes,
-            has_judges=self._toolbox.has_outcome,
-            own_parts={
-                "tool_results": progress.earned,
-                "call_penalty": 0.0 - self._section.call_penalty * progress.num_wrong,
-            },
-            turn_rewards=progress.turn_rewards,
-            metrics={
-                "num_malformed_calls": float(progress.num_malformed),
-                "num_context_cuts": float(history.num_cuts),
-                **({} if reader is None else reader.metrics),
-            },
-            end=end,
-            ends=ENDS,
-        )
+            return await self._outcome(
+                tools,
+                history,
+                own_parts={
+                    "tool_results": progress.earned,
+                    "call_penalty": 0.0 - self._section.call_penalty * progress.num_wrong,
+                },
+                turn_rewards=progress.turn_rewards,
+                metrics={
+                    "num_malformed_calls": float(progress.num_malformed),
+                    **({} if reader is None else reader.metrics),
+                },
+                end=end,
+                ends=ENDS,
+            )
 
     async def _play(
         self,
@@ -138,7 +130,7 @@ class ToolAgent:
 
             progress.turn_rewards[parsed.reply.turn] = 0.0
             num_tokens += parsed.num_tokens
-            if not parsed.calls and not parsed.malformed and self._is_final(parsed.reply):
+            if not parsed.calls and not parsed.malformed and self._is_final(parsed.reply.answer):
                 return "answer"
             if self._repeats(parsed, progress):
                 return "repeats"
@@ -158,9 +150,6 @@ class ToolAgent:
     def _opening_messages(self, task: Task, policy: Policy) -> list[Message]:
         section = self._section
         return opening_of(task, policy.texts, section.system_prompt, section.instruction)
-
-    def _is_final(self, reply: Reply) -> bool:
-        return self._section.final == "reply" or find_answer(reply.answer, "answer") is not None
 
     def _repeats(self, parsed: ParsedReply, progress: _ToolProgress) -> bool:
         """Whether the policy has repeated the same calls too often."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,9 +24,7 @@ from agentevo.config.parallel import follows
 from agentevo.config.preset_keys import changed_keys, drop_idle_keys, kept_keys
 from agentevo.config.rewards import Reward, reward_entry
 from agentevo.config.sources import plain_option
-from agentevo.config.tasks import TaskFields
 from agentevo.config.tools import Tool, tool_entry
-from agentevo.data import RowError
 from agentevo.environments import EnvironmentConfig, TextEnvironment, environments
 from agentevo.errors import ConfigError, UnknownNameError, shown
 from agentevo.inference.default_engine import engine_override
@@ -388,7 +385,7 @@ def checked_tasks(
 ) -> list[Task] | None:
     """Tasks as records; a mapping is read like a row of a file. Raises `ConfigError` for an agent
     function without tasks, a mapping that is not a task, and a repeated id."""
-    from agentevo.rollout.given_tasks import task_of
+    from agentevo.rollout import given_tasks
 
     if not tasks:
         if agent is not None or tasks is not None:
@@ -398,19 +395,6 @@ def checked_tasks(
             )
         return None
 
-    checked: list[Task] = []
-    for index, task in enumerate(tasks):
-        row = dict(task) if isinstance(task, Mapping) else task
-        try:
-            checked.append(row if isinstance(row, Task) else task_of(row, TaskFields()))
-        except RowError as error:
-            raise ConfigError(f"agentevo.train: tasks[{index}]: {error}") from error
-
-    task_id, times = Counter(task.id for task in checked).most_common(1)[0]
-    if times > 1:
-        raise ConfigError(
-            f"agentevo.train: tasks: the id {task_id!r} is there {times} times: give each task "
-            "an id of its own"
-        )
-
+    checked = given_tasks.checked_tasks(tasks, "agentevo.train: tasks")
+    given_tasks.check_unique(checked, "agentevo.train: tasks")
     return checked

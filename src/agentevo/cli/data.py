@@ -174,8 +174,16 @@ def prepare(
     from agentevo.config.sources import recipe_names
     from agentevo.data import RowReport
     from agentevo.data.rows import check_not_a_source, check_source
-    from agentevo.rollout.question_files import CORPUS, QUESTION_SETS, Passages, question_tasks
-    from agentevo.rollout.task_files import HELD_OUT, TRAIN, gsm8k_tasks, reasoning_gym_tasks
+    from agentevo.rollout.task_files import (
+        CORPUS,
+        HELD_OUT,
+        QUESTION_SETS,
+        TRAIN,
+        Passages,
+        gsm8k_tasks,
+        question_tasks,
+        reasoning_gym_tasks,
+    )
     from agentevo.rollout.task_files import write_split as write
     from agentevo.runtime.console import to_stderr
 

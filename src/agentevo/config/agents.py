@@ -4,7 +4,7 @@ An agent is registered by name, as a function `run(task, policy)` or `run(task)`
 as a class with such a method. A class can have its own options: its `Config` is a subclass of
 `AgentSection`. A run creates an object by `Class(config)`, or by `Class(config, make_environment)`
 if the class sets `plays_environment = True`. A class that sets `brings_tasks = True` has a method
-`tasks()`, which returns the training tasks and the held-out tasks (rollout/agent_tasks.py). The
+`tasks()`, which returns the training tasks and the held-out tasks (rollout/given_tasks.py). The
 sections of the built-in agents are here, because reading a recipe must not import the agents
 themselves (they import torch).
 """

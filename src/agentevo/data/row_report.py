@@ -129,7 +129,6 @@ class RowReport:
         return {f"data/{self.kind}/{name}": float(value) for name, value in counts.items()}
 
     def summary(self) -> dict[str, Any]:
-        """The report for summary.json."""
         reasons = {
             reason: {
                 "count": count,

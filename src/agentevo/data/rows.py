@@ -45,8 +45,6 @@ _HUB_NAME = re.compile(
 
 @dataclass(frozen=True)
 class SourceRow:
-    """A row as it was read."""
-
     where: str
     value: Any
     """The content of the row, or a RowError with the reason why it can't be read."""

@@ -10,8 +10,6 @@ from agentevo.rewards import (  # noqa: F401 (the imports register the rewards)
     llm_judge,
     math_answer,
     probability,
-    qa,
-    reasoning_gym,
     reward_model,
     ruler,
     sqlite_state,

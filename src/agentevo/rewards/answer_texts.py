@@ -38,6 +38,7 @@ ANSWER_SCHEMA = "answer_schema"
 rewards."""
 _INDEX = re.compile(r"[0-9]{1,9}")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_SPACE = re.compile(r"\s*")
 _BOX = re.compile(r"\\boxed\s{0,9}\{")
 _FBOX = re.compile(r"\\fbox\s{0,9}\{")
 _JSON_DECODER = json.JSONDecoder()
@@ -121,11 +122,17 @@ def _in_box(text: str) -> str | None:
         return None
 
     start = boxes[-1].end()
+    end = _end_of_box(text, start)
+    return None if end is None else text[start:end].strip()
+
+
+def _end_of_box(text: str, start: int) -> int | None:
+    """The position of the brace that closes a box. None for a box that is not closed."""
     depth = 1
     for match in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(match[0], 0)
         if depth == 0:
-            return text[start : match.start()].strip()
+            return match.start()
 
     return None
 
@@ -213,6 +220,53 @@ _FINDERS: dict[str, Callable[[str], str | None]] = {
     "hashes": _after_hashes,
     "number": _last_number,
 }
+
+
+def check_opening(place: str) -> str:
+    """Returns the place. Raises ValueError for a place at which no other answer can replace the
+    stated one, because it has no single beginning."""
+    if place in ("auto", "whole", "number", "json") or not _TAG_NAME.fullmatch(place):
+        raise ValueError(
+            f"{place[:200]!r} is not a place where another answer can be put: give the name of an "
+            "XML tag such as answer, boxed, or hashes"
+        )
+    return place
+
+
+def opening_text(place: str) -> str:
+    """The text before an answer at that place."""
+    return {"boxed": "\\boxed{", "hashes": "####"}.get(place, f"<{place}>")
+
+
+def find_opening(text: str, place: str) -> int | None:
+    """The index of the answer's first character, after white space that belongs to the opening.
+    None for a reply that does not state exactly one answer there: of two, it is not clear which
+    counts."""
+    if place == "hashes":
+        starts = [match.end() for match in re.finditer("####", text)]
+        is_closed = True
+    elif place == "boxed":
+        starts = [match.end() for match in _BOX.finditer(text)]
+        is_closed = len(starts) == 1 and _end_of_box(text, starts[0]) is not None
+    else:
+        name = re.escape(place)
+        starts = [match.end() for match in re.finditer(f"<{name}>", text, re.IGNORECASE)]
+        ends = [match.start() for match in re.finditer(f"</{name}>", text, re.IGNORECASE)]
+        is_closed = len(ends) == 1 and starts[:1] <= ends
+
+    if len(starts) != 1 or not is_closed:
+        return None
+
+    space = _SPACE.match(text, starts[0])
+    end = starts[0] if space is None else space.end()
+    return starts[0] if _is_empty(text, end, place) else end
+
+
+def _is_empty(text: str, end: int, place: str) -> bool:
+    """Whether the stated answer is only white space. That white space is then the answer."""
+    if place == "boxed":
+        return text.startswith("}", end)
+    return end == len(text) or (place != "hashes" and text.startswith("</", end))
 
 
 def normalise_text(text: str, ignore_case: bool) -> str:

@@ -11,19 +11,9 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from agentevo.rewards.answer_reward import AnswerConfig, stated_answer
-from agentevo.rewards.judging import JudgeOptions, ask_in_order
-from agentevo.rewards.reward import Score, ScorerModel, reward, rewards
+from agentevo.rewards import judging
+from agentevo.rewards.reward import AnswerConfig, Score, ScorerModel, reward, rewards, stated_answer
 from agentevo.rewards.transcripts import clip, escape_json_line, fence, mark_of
-from agentevo.rewards.verdicts import (
-    UnusableError,
-    find_agreement,
-    number_of,
-    objects_in,
-    scores_in_tags,
-    strict_object_schema,
-    verdicts_in_words,
-)
 from agentevo.types import Task, Trajectory
 
 ALIASES = {"labeled_answer": "answer", "pred_answer": "response"}
@@ -79,10 +69,10 @@ _FORMS = {
     "words": "nothing but one word: correct, or incorrect",
 }
 """The form of the answer in a repeated request, by the form of the verdict."""
-_SCHEMA = strict_object_schema({"reasons": {"type": "string"}, "score": {"type": "number"}})
+_SCHEMA = judging.strict_object_schema({"reasons": {"type": "string"}, "score": {"type": "number"}})
 
 
-class JudgeConfig(JudgeOptions, AnswerConfig):
+class JudgeConfig(judging.JudgeOptions, AnswerConfig):
     """A reward that a remote model gives."""
 
     rubric: str = ""
@@ -176,7 +166,7 @@ class LlmJudge:
             return Score(0.0)
 
         form = self.config.form
-        answered = await ask_in_order(
+        answered = await judging.ask_in_order(
             models,
             self.config.models,
             question(self.config, task, stated),
@@ -208,29 +198,32 @@ def question(config: JudgeConfig, task: Task, stated: str) -> str:
 
 def _json_score(text: str) -> float:
     verdicts = [
-        entry.get("score") if isinstance(entry, dict) else None for entry in objects_in(text)
+        entry.get("score") if isinstance(entry, dict) else None
+        for entry in judging.objects_in(text)
     ]
-    return find_agreement(
+    return judging.find_agreement(
         map(_score, verdicts), f'there is no JSON object with a "score": {text[-200:]!r}'
     )
 
 
 def _tagged_score(text: str) -> float:
-    return find_agreement(
-        map(_score, scores_in_tags(text)), f"there is no <score>: {text[-200:]!r}"
+    return judging.find_agreement(
+        map(_score, judging.scores_in_tags(text)), f"there is no <score>: {text[-200:]!r}"
     )
 
 
 def _score(stated: object) -> float:
-    score = number_of(stated)
+    score = judging.number_of(stated)
     if score is None or not 0 <= score <= 1:
-        raise UnusableError(f"no number from 0 to 1: the score is {str(stated)[:40]!r}")
+        raise judging.UnusableError(f"no number from 0 to 1: the score is {str(stated)[:40]!r}")
     return score
 
 
 def _word_in(text: str) -> float:
     return float(
-        find_agreement(verdicts_in_words(text), f"neither correct nor incorrect: {text[-200:]!r}")
+        judging.find_agreement(
+            judging.verdicts_in_words(text), f"neither correct nor incorrect: {text[-200:]!r}"
+        )
     )
 
 

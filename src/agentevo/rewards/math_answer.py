@@ -14,8 +14,7 @@ from typing import Any
 
 from pydantic import Field
 
-from agentevo.rewards.answer_reward import AnswerConfig, right_answers, stated_answer
-from agentevo.rewards.reward import Score, reward
+from agentevo.rewards.reward import AnswerConfig, Score, reward, right_answers, stated_answer
 from agentevo.runtime.extras import load_extra
 from agentevo.runtime.json_worker import JsonWorker
 from agentevo.types import Task, Trajectory

@@ -23,11 +23,9 @@ import pydantic
 from pydantic import Field
 
 from agentevo.errors import ConfigError, ModelError, RequestTooLongError
-from agentevo.rewards.answer_reward import right_answers
-from agentevo.rewards.answer_texts import place_of
+from agentevo.rewards.answer_texts import check_opening, find_opening, opening_text, place_of
 from agentevo.rewards.baselines import Baseline, baseline_key
-from agentevo.rewards.openings import check_opening, find_opening, opening_text
-from agentevo.rewards.reward import RewardConfig, Score, ScoredPolicy, reward
+from agentevo.rewards.reward import RewardConfig, Score, ScoredPolicy, reward, right_answers
 from agentevo.runtime.event_loop import gather_all
 from agentevo.types import Task, Trajectory, context_of
 

@@ -10,6 +10,8 @@ A function takes any of PARAMETERS, by name. `register_scorer` registers a funct
 package whose parameters have other names. Functions and methods return a number, a mapping of named
 parts (their sum is the value), or a `Score`. A class can have options: its `Config` subclasses
 `RewardConfig`, and a single object, `Class(config)`, serves the whole run.
+
+The common part of the rewards that compare answers: the stated answer and the right answers.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ import msgspec
 import pydantic
 
 from agentevo.errors import ConfigError, shown
-from agentevo.rewards.answer_texts import find_answer, place_of
+from agentevo.rewards.answer_texts import Place, find_answer, place_of, references
 from agentevo.rewards.baselines import BaselineScorers
 from agentevo.rewards.returned_values import named_parts, plain_bool, plain_number, plain_numbers
+from agentevo.runtime.event_loop import in_thread
 from agentevo.runtime.registry import Registry
 from agentevo.runtime.user_code import construct
 from agentevo.types import Task, Trajectory
@@ -53,8 +56,6 @@ task's answer. `data_source` and `extra_info` are columns of its row."""
 
 
 class Score(msgspec.Struct, frozen=True):
-    """The score of one attempt."""
-
     value: float
     parts: dict[str, float] = {}
     """The named parts that sum to the value, or empty."""
@@ -412,3 +413,33 @@ def _parameter_names(function: Any) -> list[str]:
         if parameter.name in PARAMETERS
         or (parameter.default is parameter.empty and parameter.kind in named)
     ]
+
+
+class AnswerConfig(RewardConfig):
+    """A reward that compares the stated answer with the task's."""
+
+    place: Place = "auto"
+    """Where a reply states its answer: `boxed`, `hashes`, `number`, `whole`, `json:KEY`,
+    `regex:PATTERN`, or the name of an XML tag such as `answer`. `auto` is the first of <answer>,
+    \\\\boxed{...} and #### that the reply has, else the whole reply. A task's own `answer_schema`
+    overrides it."""
+
+
+async def stated_answer(trajectory: Trajectory, task: Task, place: str) -> str | None:
+    """The stated answer of the last reply, at the task's place or else at `place`. None if there is
+    no answer. Raises TimeoutError for a regular expression that does not end."""
+    where = place_of(task, place)
+    reply = completion_of(trajectory)
+    if where.startswith("regex:"):
+        return await in_thread(find_answer, reply, where)
+    return find_answer(reply, where)
+
+
+def right_answers(task: Task) -> list[Any]:
+    """The task's right answers. Raises ValueError for a task without an answer."""
+    if task.answer is None or task.answer == []:
+        raise ValueError(
+            f"the task {task.id!r} has no answer to compare with: give its row one "
+            f"(tasks.fields); its query begins {(task.query or '')[:60]!r}"
+        )
+    return references(task.answer)

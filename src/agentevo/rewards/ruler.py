@@ -28,7 +28,7 @@ from functools import partial
 from pydantic import Field
 
 from agentevo.errors import storable
-from agentevo.rewards.judging import JudgeAnswer, JudgeOptions, all_or_first_error, ask_in_order
+from agentevo.rewards import judging
 from agentevo.rewards.reward import Score, ScorerModel, Unscored, reward
 from agentevo.rewards.transcripts import (
     ShownGroup,
@@ -37,13 +37,6 @@ from agentevo.rewards.transcripts import (
     fence,
     mark_of,
     shown_group,
-)
-from agentevo.rewards.verdicts import (
-    UnusableError,
-    find_agreement,
-    number_of,
-    objects_in,
-    strict_object_schema,
 )
 from agentevo.runtime.event_loop import in_thread
 from agentevo.runtime.seeds import derive_seed
@@ -87,11 +80,13 @@ _ENTRY = {
     "explanation": {"type": "string"},
     "score": {"type": "number"},
 }
-_SCHEMA = strict_object_schema({"scores": {"type": "array", "items": strict_object_schema(_ENTRY)}})
+_SCHEMA = judging.strict_object_schema(
+    {"scores": {"type": "array", "items": judging.strict_object_schema(_ENTRY)}}
+)
 _NO_SCORES = 'there is no JSON object with a list "scores" in it, or another one beside it'
 
 
-class RulerConfig(JudgeOptions):
+class RulerConfig(judging.JudgeOptions):
     """A reward for which remote models rank the attempts of a group."""
 
     rubric: str = Field(default=RUBRIC, min_length=1)
@@ -184,7 +179,7 @@ class Ruler:
             )
             for number in range(config.votes)
         ]
-        votes = await all_or_first_error(requests)
+        votes = await judging.all_or_first_error(requests)
         return [self._score(votes, place) for place in view.attempt_of_trajectory]
 
     async def vote(
@@ -201,7 +196,7 @@ class Ruler:
         """A vote with the attempts in this order. Raises ValueError with the problem of each
         model."""
         num = len(order)
-        answer: JudgeAnswer[list[VoteScore]] = await ask_in_order(
+        answer: judging.JudgeAnswer[list[VoteScore]] = await judging.ask_in_order(
             models,
             self.config.models,
             question(self.config, view, task, order),
@@ -284,15 +279,15 @@ def question(config: RulerConfig, view: ShownGroup, task: Task, order: Sequence[
 def scores_in(text: str, num: int) -> list[VoteScore]:
     """The scores of the attempts 1 to `num` in a judge's answer, in that order. Raises
     UnusableError for an answer with missing, additional or contradictory scores."""
-    verdicts = [_read_scores(value, num) for value in objects_in(text)]
-    find_agreement(([entry.score for entry in scores] for scores in verdicts), _NO_SCORES)
+    verdicts = [_read_scores(value, num) for value in judging.objects_in(text)]
+    judging.find_agreement(([entry.score for entry in scores] for scores in verdicts), _NO_SCORES)
     return verdicts[0]
 
 
 def _read_scores(verdict: object, num_attempts: int) -> list[VoteScore]:
     entries = verdict.get("scores") if isinstance(verdict, dict) else verdict
     if not isinstance(entries, list):
-        raise UnusableError(_NO_SCORES)
+        raise judging.UnusableError(_NO_SCORES)
 
     scores: dict[int, VoteScore] = {}
     repeated = list[int]()
@@ -309,7 +304,7 @@ def _read_scores(verdict: object, num_attempts: int) -> list[VoteScore]:
             repeated.append(number)
             continue
 
-        score = number_of(entry.get("score"))
+        score = judging.number_of(entry.get("score"))
         if score is None or not 0 <= score <= 1:
             reported = json.dumps(entry.get("score"), ensure_ascii=False, default=str)[:40]
             invalid.append(
@@ -333,11 +328,11 @@ def _read_scores(verdict: object, num_attempts: int) -> list[VoteScore]:
         if which
     ] + invalid[:20]
     if problems:
-        raise UnusableError("; ".join(problems))
+        raise judging.UnusableError("; ".join(problems))
 
     return [scores[number] for number in range(1, num_attempts + 1)]
 
 
 def _whole_number(value: object) -> int | None:
-    number = number_of(value)
+    number = judging.number_of(value)
     return int(number) if number is not None and number == int(number) else None

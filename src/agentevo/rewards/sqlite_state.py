@@ -9,7 +9,6 @@ outside.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 from pydantic import Field, JsonValue
 
-from agentevo.rewards.code_cases import same_value
-from agentevo.rewards.code_tests import OpensSandboxes, check_result
+from agentevo.rewards.code_tests import OpensSandboxes, run_program, same_value
 from agentevo.rewards.reward import RewardConfig, Score, reward
 from agentevo.types import Task, Trajectory
 
@@ -129,15 +127,10 @@ class SqliteState:
                 if (content := files.get(file + ending)) is not None:
                     await sandbox.write_file(f"world.db{ending}", content)
 
-            await sandbox.write_file("runner.py", RUNNER.read_bytes())
-            ran = await sandbox.execute(
-                ["python", "runner.py"],
-                stdin=json.dumps(spec).encode(),
-                deadline_s=self.config.queries_timeout_s,
-            )
+            program = RUNNER.read_bytes()
+            stdout = await run_program(sandbox, program, spec, self.config.queries_timeout_s)
 
-        check_result(ran)
-        results = _read_results(ran.stdout, len(expected))
+        results = _read_results(stdout, len(expected))
         right = sum(_rows_match(rows, item) for rows, item in zip(results, expected, strict=True))
         share = right / len(expected)
         return Score(share if self.config.partial else float(share == 1.0), success=share == 1.0)

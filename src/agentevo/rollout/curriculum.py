@@ -25,7 +25,7 @@ import numpy as np
 
 from agentevo.config.tasks import Curriculum
 from agentevo.errors import ConfigError
-from agentevo.runtime.retry import STORE_RETRY_S, with_retries
+from agentevo.runtime.retry import with_retries
 from agentevo.runtime.seeds import derive_seed
 from agentevo.store.store import Store
 from agentevo.types import Task
@@ -37,8 +37,6 @@ VARIANT_OF = "variant_of"
 
 
 class TaskStepResult(NamedTuple):
-    """A task's results in one step."""
-
     step: int
     solved: int
     attempts: int
@@ -83,7 +81,6 @@ class TaskCurriculum:
             )
 
     def _variant_pairs(self) -> list[tuple[Task, str]]:
-        """The variants, each with its base task."""
         pairs = zip(self.tasks, self._parents, strict=True)
         return [(task, str(parent)) for task, parent in pairs if parent is not None]
 
@@ -91,7 +88,6 @@ class TaskCurriculum:
         """Reads the steps that were committed since the last call."""
         records = await with_retries(
             lambda: store.steps(after=self._last_step),
-            within_s=STORE_RETRY_S,
             what="reading the results of the steps",
         )
         for record in records:

@@ -43,10 +43,9 @@ from agentevo.errors import (
     describe_error,
 )
 from agentevo.inference.engine import Engine
-from agentevo.rollout.group import RolloutGroup
+from agentevo.rollout.group import RolloutGroup, write_group
 from agentevo.rollout.sampler import BASELINE, Sampler
-from agentevo.rollout.unstorable import write_storable
-from agentevo.runtime.retry import STORE_RETRY_S, with_retries
+from agentevo.runtime.retry import with_retries
 from agentevo.runtime.trace_header import trace_headers
 from agentevo.store.records import Lease, Split
 from agentevo.store.store import Store
@@ -520,13 +519,8 @@ class OutsideSessions:
         beats = asyncio.create_task(self._keep_lease(lease, opened)) if lease is not None else None
         try:
             trajectories = await opened.group.run()
-            trajectories = await write_storable(
-                trajectories,
-                lambda storable: self._retry(
-                    lambda: self._store.write_trajectories(
-                        storable, split=opened.split, step=opened.step, lease=lease
-                    )
-                ),
+            trajectories = await write_group(
+                self._store, trajectories, split=opened.split, step=opened.step, lease=lease
             )
             self._counts["groups_written"] += 1
 
@@ -569,7 +563,7 @@ class OutsideSessions:
             del self._ended[oldest], self._sessions[oldest]
 
     async def _retry(self, call: Callable[[], Any]) -> Any:
-        return await with_retries(call, within_s=STORE_RETRY_S, what="writing a session's group")
+        return await with_retries(call, what="writing a session's group")
 
 
 def _lost_trajectory(session: OutsideSession, error: Exception) -> Trajectory:

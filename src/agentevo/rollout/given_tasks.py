@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
 
+from agentevo.agents.agent import make_player
 from agentevo.agents.attempt_files import given_files
 from agentevo.agents.tools.state_checks import state_checks
 from agentevo.config import RunConfig
@@ -23,12 +25,11 @@ from agentevo.config.agents import AgentSection, CodeAgentSection
 from agentevo.config.self_play import PROPOSES
 from agentevo.config.tasks import TaskFields, TasksSection
 from agentevo.data import RowError, RowReport, check_source
-from agentevo.data.conversation import check_text
-from agentevo.data.media import check_no_media
+from agentevo.data.conversation import check_no_media, check_text
 from agentevo.data.messages import messages_of
 from agentevo.data.rows import read_rows
 from agentevo.data.task_forms import AGENT_NAME, PlainRow, plain_row
-from agentevo.errors import BadRequestError, ConfigError
+from agentevo.errors import BadRequestError, ConfigError, describe_error, shown
 from agentevo.rewards.answer_texts import ANSWER_SCHEMA, check_place
 from agentevo.runtime.files import create_atomic
 from agentevo.runtime.parsing import read_json_object
@@ -307,4 +308,57 @@ def check_same_tasks(config: RunConfig, tasks: GivenTasks) -> None:
             "tasks to train on "
             f"and {before['eval']} held-out ones, and they are others now ({now['train']} and "
             f"{now['eval']}): restore {source}, or give another run.dir"
+        )
+
+
+def tasks_of_agent(section: AgentSection) -> GivenTasks:
+    """The tasks that the agent of that section provides, for example from a dataset with its own
+    environment: a registered class with `brings_tasks = True` has a method `tasks()`. It returns
+    the tasks to train on and the held-out tasks, as lists of `agentevo.Task` or of mappings like
+    the rows of a task file. Without held-out tasks, some of the tasks to train on are held out.
+    Every process of a run calls the method, so it must return the same tasks every time. Raises
+    ConfigError if it raises, or returns anything else."""
+    player = make_player(section)
+    where = f"agent.type: {section.type}: {type(player).__name__}.tasks()"
+    try:
+        train, held_out = player.tasks()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{where}: {describe_error(error)}: it must return the tasks to train on and the "
+            "held-out ones"
+        ) from error
+
+    train_tasks = checked_tasks(train, where)
+    held_out_tasks = checked_tasks(held_out, where)
+    check_unique([*train_tasks, *held_out_tasks], where)
+    return GivenTasks(train_tasks, held_out_tasks, [])
+
+
+def checked_tasks(rows: Any, where: str) -> list[Task]:
+    """Tasks as records; a mapping is read like a row of a file. `where` is the name of the list in
+    messages. Raises ConfigError for anything else than a list of tasks."""
+    if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)):
+        raise ConfigError(f"{where}: {shown(rows)}: give a list of tasks")
+
+    tasks = []
+    for index, row in enumerate(rows):
+        try:
+            plain = dict(row) if isinstance(row, Mapping) else row
+            tasks.append(plain if isinstance(plain, Task) else task_of(plain, TaskFields()))
+        except RowError as error:
+            raise ConfigError(f"{where}[{index}]: {error}") from error
+
+    return tasks
+
+
+def check_unique(tasks: Sequence[Task], where: str) -> None:
+    """Raises ConfigError for an id that several tasks have."""
+    counts = Counter(task.id for task in tasks)
+    repeated = next((name for name, times in counts.items() if times > 1), None)
+    if repeated is not None:
+        raise ConfigError(
+            f"{where}: the id {repeated!r} is there {counts[repeated]} times: give each task an id "
+            "of its own"
         )

@@ -15,14 +15,20 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from msgspec.structs import replace
+
+from agentevo import errors
 from agentevo.agents.agent import Agent, outcome_of
 from agentevo.agents.policy import Policy
-from agentevo.errors import AgentEvoError, OverreachError, describe_error
 from agentevo.rollout.failures import TIMEOUT_PREFIX, ShowFailure
 from agentevo.runtime.event_loop import TaskScope
+from agentevo.runtime.retry import STORE_RETRY_S, with_retries
 from agentevo.runtime.signals import Interrupt
 from agentevo.runtime.tracebacks import traceback_of
 from agentevo.store.call_log import AttemptCalls, RunningCall
+from agentevo.store.codec import encode_trajectories
+from agentevo.store.records import Lease, Split
+from agentevo.store.store import Store
 from agentevo.store.trace_context import TracedMessage
 from agentevo.types import Outcome, Status, Task, Trajectory, group_of_agent
 
@@ -43,7 +49,7 @@ Score = Callable[
 whether each trajectory needs a reward, and the records of its calls (see Scoring.score)."""
 
 
-class InfrastructureFailure(AgentEvoError):
+class InfrastructureFailure(errors.AgentEvoError):
     """The engine failed during an attempt. The group is discarded, and its task may be tried
     again."""
 
@@ -212,7 +218,7 @@ class GroupAttempt:
         except Interrupt:
             raise
         except (SystemExit, KeyboardInterrupt) as error:
-            raise OverreachError(error, "an agent") from error
+            raise errors.OverreachError(error, "an agent") from error
         finally:
             if os.getpid() != process:
                 os._exit(os.EX_SOFTWARE)
@@ -268,7 +274,7 @@ class GroupAttempt:
         if isinstance(error, Interrupt):
             raise error
 
-        return empty_outcome, "failed", describe_error(error), error
+        return empty_outcome, "failed", errors.describe_error(error), error
 
     def _check_outcome(self, returned: Any) -> Outcome:
         """The outcome in a form that can be stored, averaged and trained on. Raises TypeError or
@@ -375,3 +381,56 @@ class RolloutGroup:
         """Cancels the members that are still running."""
         for member in self.members:
             member.cut(reason)
+
+
+async def write_group(
+    store: Store,
+    trajectories: Sequence[Trajectory],
+    *,
+    split: Split,
+    step: int,
+    lease: Lease | None = None,
+    within_s: float = STORE_RETRY_S,
+) -> list[Trajectory]:
+    """Writes all of the attempts or none, and returns them as they were written. Waits `within_s`
+    for an unavailable database. An attempt that the store can't hold, because of a value from an
+    agent, environment or scorer, is written as a failed one without turns."""
+
+    async def write(attempts: list[Trajectory]) -> None:
+        await with_retries(
+            lambda: store.write_trajectories(attempts, split=split, step=step, lease=lease),
+            within_s=within_s,
+            what="write_trajectories",
+        )
+
+    attempts = list(trajectories)
+    try:
+        await write(attempts)
+    except errors.StoreUnavailableError:
+        raise
+    except errors.StoreError:
+        storable = [_storable_or_failed(attempt) for attempt in attempts]
+        if storable == attempts:
+            raise
+        attempts = storable
+        await write(attempts)
+
+    return attempts
+
+
+def _storable_or_failed(trajectory: Trajectory) -> Trajectory:
+    try:
+        encode_trajectories([trajectory], "train", 0)
+    except errors.StoreError as error:
+        return replace(
+            trajectory,
+            turns=[],
+            reward=0.0,
+            reward_parts={},
+            metrics={},
+            success=False,
+            status="failed",
+            error=errors.describe_error(error),
+        )
+
+    return trajectory

@@ -16,7 +16,7 @@ from agentevo.agents.gateway.refusals import Refusal
 from agentevo.config import RunConfig
 from agentevo.rollout.external_attempts import OutsideSession, OutsideSessions
 from agentevo.rollout.task_source import TaskSource
-from agentevo.runtime.retry import STORE_RETRY_S, with_retries
+from agentevo.runtime.retry import with_retries
 from agentevo.store.records import Lease
 from agentevo.store.store import Store
 from agentevo.types import Task
@@ -82,7 +82,6 @@ class NextTasks:
         while True:
             lease = await with_retries(
                 lambda: self._store.lease_task(self._worker, lease_s=self._config.rollout.lease_s),
-                within_s=STORE_RETRY_S,
                 what="lease_task",
             )
             if lease is not None:
@@ -92,7 +91,6 @@ class NextTasks:
             task = await self._next(tasks)
             await with_retries(
                 lambda: self._store.add_tasks([task]),  # noqa: B023 (awaited before the next)
-                within_s=STORE_RETRY_S,
                 what="add_tasks",
             )
 
@@ -100,16 +98,14 @@ class NextTasks:
         """Raises Refusal while no further group may start."""
         config = self._config
         store = self._store
-        last = await with_retries(store.last_step, within_s=STORE_RETRY_S, what="last_step")
+        last = await with_retries(store.last_step, what="last_step")
         done = 0 if last is None else last.step
         if done >= config.trainer.steps:
             raise Refusal("the run has made its last step: no task is left", status=404)
 
         self._step = max(self._step, done)
         max_groups = (config.rollout.staleness + 1) * config.trainer.groups_per_step
-        waiting = await with_retries(
-            lambda: store.outstanding("train"), within_s=STORE_RETRY_S, what="outstanding"
-        )
+        waiting = await with_retries(lambda: store.outstanding("train"), what="outstanding")
         if waiting + self._sessions.num_named >= max_groups:
             raise Refusal(
                 f"{max_groups} groups are under way or wait for the trainer, which is as many as "

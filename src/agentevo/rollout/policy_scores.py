@@ -63,11 +63,9 @@ class PolicyScores:
         return scores.logprobs, scores.version
 
     def encode(self, text: str) -> list[int]:
-        """See ScoredPolicy.encode."""
         return self._chat.plain(text, begins=False)
 
     def text(self, ids: Sequence[int]) -> str:
-        """See ScoredPolicy.text."""
         return self._chat.text(ids)
 
     def first_prompt(self, task: Task) -> list[int] | None:

@@ -7,21 +7,25 @@ Attempts of all groups run at the same time and share the engine's steps. A fail
 attempt becomes a `failed` trajectory with the reason. Its group has one member less, and the run
 continues. A failure of the engine is not an attempt's failure. The group starts again, a limited
 number of times, and then the pass ends with the engine's error.
+
+A sampler whose policy is a remote model: the same agents, groups and scorers, without an
+engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from agentevo.agents.agent import Agent
 from agentevo.agents.gateway.gateway import Gateway
 from agentevo.agents.named_texts import Declared, TextKeeper, Texts
 from agentevo.agents.policy import Policy, PolicyGateway
+from agentevo.agents.remote_policy import RemoteModelPolicy, RemotePolicyConversation
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import remote_agents, trained_agents
 from agentevo.config.sections import SamplingSection
@@ -33,19 +37,18 @@ from agentevo.inference.remote_models import RemoteConversations, RemoteModels
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.rewards.baselines import BaselineScorers
 from agentevo.rollout.failures import FirstFailures
-from agentevo.rollout.group import GroupAttempt, InfrastructureFailure, RolloutGroup
+from agentevo.rollout.group import GroupAttempt, InfrastructureFailure, RolloutGroup, write_group
 from agentevo.rollout.policy_scores import BASELINES, PolicyScores
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.self_play import role_of
-from agentevo.rollout.unstorable import write_storable
 from agentevo.runtime.event_loop import gather_all
 from agentevo.runtime.progress import bar
-from agentevo.runtime.retry import STORE_RETRY_S, with_retries
+from agentevo.runtime.retry import with_retries
 from agentevo.runtime.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls, CallLog
 from agentevo.store.records import RETRIES, Split
 from agentevo.store.store import Store
-from agentevo.types import SamplingParams, Task, Trajectory, group_of_agent
+from agentevo.types import SamplingOverrides, SamplingParams, Task, Trajectory, group_of_agent
 from agentevo.types.copies import copy_of_task
 
 T = TypeVar("T")
@@ -181,11 +184,11 @@ class Sampler:
         store's RetryPolicy allows. After that, raises EngineError, and no part of the group is
         written.
         """
-        await _with_retries(lambda: self._store.add_tasks(tasks, queue=False), "add_tasks")
+        await with_retries(lambda: self._store.add_tasks(tasks, queue=False), what="add_tasks")
         labels = (label, BASELINE) if baseline else (label,)
         names = [name for task in tasks for name in self._group_names(task, labels, step)]
-        stored_groups = await _with_retries(
-            lambda: self._find_stored(names, split, step), "known groups"
+        stored_groups = await with_retries(
+            lambda: self._find_stored(names, split, step), what="known groups"
         )
         extra = self._config.rollout.extra_attempts if split == "train" else 0
         size = attempts + extra + baseline
@@ -221,15 +224,8 @@ class Sampler:
     async def write(
         self, trajectories: Sequence[Trajectory], *, split: Split, step: int
     ) -> list[Trajectory]:
-        """Writes all trajectories to the store, or none. An attempt that the store can't hold is
-        written as a failed one."""
-        return await write_storable(
-            trajectories,
-            lambda storable: _with_retries(
-                lambda: self._store.write_trajectories(storable, split=split, step=step),
-                "write_trajectories",
-            ),
-        )
+        """See group.write_group."""
+        return await write_group(self._store, trajectories, split=split, step=step)
 
     @property
     def engines(self) -> dict[str, Engine]:
@@ -426,5 +422,57 @@ def _final_error(tries: int, error: InfrastructureFailure) -> EngineError:
     return kind(f"failed {tries} times, last with: {error}{remedy}")
 
 
-async def _with_retries(call: Callable[[], Awaitable[T]], what: str) -> T:
-    return await with_retries(call, within_s=STORE_RETRY_S, what=what)
+class RemoteSampler(Sampler):
+    """Samples from a remote model. It plays (`play`, `group`) and writes nothing to a store."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: str,
+        agent: Agent,
+        note: Callable[[str], None] = lambda text: None,
+        calls: CallLog | None = None,
+    ) -> None:
+        """`model`: a name in the recipe's `remote_models`. The recipe has no named agents."""
+        nothing = cast("Any", None)  # no engine samples tokens here, and no store keeps them
+        super().__init__(config, nothing, nothing, agent, nothing, 0, calls=calls, note=note)
+        self._model = model
+
+    async def _score(
+        self,
+        trajectories: Sequence[Trajectory],
+        unrewarded: Sequence[bool],
+        calls: Mapping[str, AttemptCalls],
+        *,
+        task: Task,
+        engines: Mapping[str, Engine],
+    ) -> list[Trajectory]:
+        """See Sampler. No reward can use an engine here."""
+        return await self._scoring.score(trajectories, unrewarded, calls, task=task)
+
+    def policy(
+        self,
+        name: str,
+        temperature: float,
+        engines: Mapping[str, Engine] = MappingProxyType({}),
+        *,
+        texts: Mapping[str, str] | None = None,
+    ) -> Policy:
+        section = self._config.sampling
+        sampling = SamplingOverrides(
+            temperature=temperature,
+            top_p=section.top_p if section.top_p < 1 else None,
+            top_k=section.top_k or None,
+            min_p=section.min_p or None,
+            max_new_tokens=section.max_new_tokens,
+            stop_strings=section.stop or None,
+        )
+
+        calls = AttemptCalls(self._calls, name)
+        seed = derive_seed(self._config.run.seed, name)
+        remote = RemoteConversations(self.remote_models, name=name, seed=seed, calls=calls)
+        conversation = RemotePolicyConversation(
+            remote, self._model, sampling, name=name, calls=calls
+        )
+        attempt_texts = self.texts(texts)
+        return RemoteModelPolicy(conversation, self._gateway, remote, self._model, attempt_texts)

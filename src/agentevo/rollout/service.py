@@ -40,10 +40,9 @@ from agentevo.errors import (
     StoreUnavailableError,
 )
 from agentevo.inference.engine import Engine, VersionedEngine
-from agentevo.rollout.group import InfrastructureFailure, RolloutGroup
+from agentevo.rollout.group import InfrastructureFailure, RolloutGroup, write_group
 from agentevo.rollout.sampler import Sampler, group_name
 from agentevo.rollout.task_source import TaskSource
-from agentevo.rollout.unstorable import write_storable
 from agentevo.runtime.retry import STORE_RETRY_S, with_retries
 from agentevo.store.records import Lease
 from agentevo.store.store import Store
@@ -414,14 +413,13 @@ class SamplerService:
 
         lease = work.lease
         try:
-            trajectories = await write_storable(
+            trajectories = await write_group(
+                self._store,
                 trajectories,
-                lambda storable: self._with_retries(
-                    lambda: self._store.write_trajectories(
-                        storable, split="train", step=work.step, lease=lease
-                    ),
-                    "write_trajectories",
-                ),
+                split="train",
+                step=work.step,
+                lease=lease,
+                within_s=self._retry_s,
             )
         except StoreUnavailableError:
             raise

@@ -14,7 +14,7 @@ from typing import Any
 
 from agentevo.config.tasks import TaskStage
 from agentevo.errors import ConfigError
-from agentevo.runtime.retry import STORE_RETRY_S, with_retries
+from agentevo.runtime.retry import with_retries
 from agentevo.store.store import Store
 from agentevo.types import Task
 
@@ -45,7 +45,6 @@ class TaskStages:
 
         records = await with_retries(
             lambda: store.steps(after=len(self._success)),
-            within_s=STORE_RETRY_S,
             what="reading the success of the steps",
         )
         for record in records:

@@ -26,7 +26,7 @@ REPORT_INTERVAL_S = 15.0
 async def with_retries(
     call: Callable[[], Awaitable[T]],
     *,
-    within_s: float,
+    within_s: float = STORE_RETRY_S,
     what: str,
     notify: Callable[[str], None] = to_stderr,
 ) -> T:

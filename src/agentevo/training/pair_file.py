@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from agentevo.algorithms.preference import SINGLE_ANSWER_LOSSES
-from agentevo.data.conversation import check_text
-from agentevo.data.media import check_no_media
+from agentevo.data.conversation import check_no_media, check_text
 from agentevo.data.messages import MESSAGE_KEYS, is_trained, messages_of
 from agentevo.data.row_report import RowError
 from agentevo.data.rows import read_json_lines

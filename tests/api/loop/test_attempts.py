@@ -11,8 +11,7 @@ from loop_server import served
 
 import agentevo
 from agentevo.api.loop import attempts
-from agentevo.api.loop.errors import UnknownAttemptError
-from agentevo.api.loop.records import NewAttempt
+from agentevo.api.loop.records import NewAttempt, UnknownAttemptError
 
 FEW = SECTIONS | {"rollout": {"max_attempts": 2}}
 

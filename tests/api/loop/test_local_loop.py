@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 import agentevo
-from agentevo.api.loop.errors import SealError
+from agentevo.api.loop.records import SealError
 from agentevo.errors import AttemptsFailedError, BadRequestError, ConfigError
 from agentevo.observability import read_metrics
 

@@ -20,7 +20,7 @@ from loop_server import URL, served
 
 import agentevo
 from agentevo.api.loop.client import Client
-from agentevo.api.loop.errors import ModelNotOpenError, SealError, UnknownAttemptError
+from agentevo.api.loop.records import ModelNotOpenError, SealError, UnknownAttemptError
 from agentevo.api.loop.wire import WireFailure, error_of, failure_of
 from agentevo.errors import (
     AgentEvoError,

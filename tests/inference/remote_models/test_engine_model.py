@@ -72,8 +72,7 @@ def test_what_a_local_model_can_not_answer_is_said_and_does_not_end_it(folder):
 
 
 def test_it_stands_in_for_a_server_that_is_away(folder):
-    from agentevo.rewards.judging import ask_in_order
-    from agentevo.rewards.verdicts import UnusableError
+    from agentevo.rewards.judging import UnusableError, ask_in_order
 
     def read(text):
         if text == "broken":

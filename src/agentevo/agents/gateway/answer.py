@@ -20,40 +20,30 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from agentevo.agents.gateway.request import ModelReply, ModelRequest, PromptSize, TokenLogprob
+from agentevo.models import tool_calls
 from agentevo.models.chat.chat_format import ChatFormat
-from agentevo.models.tool_calls import (
-    ArgumentsDelta,
-    CallFailed,
-    CallFinished,
-    CallStarted,
-    ContentDelta,
-    Delta,
-    Parsed,
-    ReasoningDelta,
-    join_texts,
-)
 from agentevo.types import Alternatives, Message, ToolCall, Turn
 
 
-def _pieces_of_call(index: int, call: ToolCall) -> list[Delta]:
-    """The pieces of a complete call."""
+def _pieces_of_call(index: int, call: ToolCall) -> list[tool_calls.Delta]:
     return [
-        CallStarted(index, call.name, call.id),
-        ArgumentsDelta(index, call.arguments),
-        CallFinished(index, call),
+        tool_calls.CallStarted(index, call.name, call.id),
+        tool_calls.ArgumentsDelta(index, call.arguments),
+        tool_calls.CallFinished(index, call),
     ]
 
 
-def pieces_of(reply: ModelReply) -> list[Delta]:
-    """The pieces of a complete reply."""
-    pieces: list[Delta] = [ReasoningDelta(reply.reasoning)] if reply.reasoning else []
-    pieces += [ContentDelta(reply.content)] if reply.content else []
+def pieces_of(reply: ModelReply) -> list[tool_calls.Delta]:
+    pieces: list[tool_calls.Delta] = (
+        [tool_calls.ReasoningDelta(reply.reasoning)] if reply.reasoning else []
+    )
+    pieces += [tool_calls.ContentDelta(reply.content)] if reply.content else []
     for index, call in enumerate(reply.tool_calls):
         pieces += _pieces_of_call(index, call)
     return pieces
 
 
-OnPieces = Callable[[int, list[Delta]], None]
+OnPieces = Callable[[int, list[tool_calls.Delta]], None]
 """A listener: it is called with the number of a completion, from 0, and its next pieces."""
 
 
@@ -83,29 +73,29 @@ class AnswerInProgress:
         self._whole_calls = whole_calls
         self._request = request
         self._chat = chat
-        self._told: list[Delta] = []
+        self._told: list[tool_calls.Delta] = []
         """All that was passed on to a listener."""
         self._call_ids: list[str] = []
         """The ids of the calls that were passed on to a listener."""
         self.num_malformed = 0
         """The number of texts that began as a call but were not one."""
 
-    def add(self, ids: Sequence[int]) -> list[Delta]:
+    def add(self, ids: Sequence[int]) -> list[tool_calls.Delta]:
         """The pieces that are certain after the next ids."""
         return self._tell(self._read(self._text.add(ids)))
 
-    def finish(self, turn: Turn) -> list[Delta]:
+    def finish(self, turn: Turn) -> list[tool_calls.Delta]:
         """The last pieces: those that were held back, and those of tokens that were not passed to
         `add`."""
         rest = self._read(self._text.finish(turn.messages[-1].text))
         return self._tell([*rest, *(self._parse.finish() if self._parse else ())])
 
-    def _read(self, text: str) -> Iterable[Delta]:
+    def _read(self, text: str) -> Iterable[tool_calls.Delta]:
         text = self._echo + text
         self._echo = ""
         if self._parse is not None:
             return self._parse.feed(text)
-        return [ContentDelta(text)] if text else []
+        return [tool_calls.ContentDelta(text)] if text else []
 
     def reply(
         self,
@@ -115,7 +105,7 @@ class AnswerInProgress:
         top_logprobs: Sequence[Alternatives] = (),
     ) -> ModelReply:
         """The whole reply. Call it after `finish`."""
-        parsed = Parsed.of(self._told)
+        parsed = tool_calls.Parsed.of(self._told)
         return ModelReply(
             turn=turn,
             content=parsed.content,
@@ -143,18 +133,18 @@ class AnswerInProgress:
     @property
     def message(self) -> Message:
         """The message as a client will send it back."""
-        parsed = Parsed.of(self._told)
+        parsed = tool_calls.Parsed.of(self._told)
         return Message("assistant", parsed.content, parsed.tool_calls, reasoning=parsed.reasoning)
 
     @property
     def told_message(self) -> Message:
         """The message as a listener received it, with the beginnings of malformed calls."""
         calls = {}
-        for piece in join_texts(self._told):
+        for piece in tool_calls.join_texts(self._told):
             match piece:
-                case CallStarted(index, name, call_id):
+                case tool_calls.CallStarted(index, name, call_id):
                     calls[index] = ToolCall(name, "", call_id)
-                case ArgumentsDelta(index, text):
+                case tool_calls.ArgumentsDelta(index, text):
                     call = calls[index]
                     calls[index] = ToolCall(call.name, call.arguments + text, call.id)
 
@@ -171,25 +161,25 @@ class AnswerInProgress:
         ]
         return min(places)[2] if places else None
 
-    def _tell(self, deltas: Iterable[Delta]) -> list[Delta]:
-        pieces: list[Delta] = []
+    def _tell(self, deltas: Iterable[tool_calls.Delta]) -> list[tool_calls.Delta]:
+        pieces: list[tool_calls.Delta] = []
         for delta in deltas:
             match delta:
-                case CallStarted() | ArgumentsDelta() if self._whole_calls:
+                case tool_calls.CallStarted() | tool_calls.ArgumentsDelta() if self._whole_calls:
                     continue
-                case CallFinished(_, call) if self._whole_calls:
+                case tool_calls.CallFinished(_, call) if self._whole_calls:
                     call = ToolCall(call.name, call.arguments, self._add_call_id())
                     pieces += _pieces_of_call(len(self._call_ids) - 1, call)
-                case CallStarted(index, name):
-                    pieces.append(CallStarted(index, name, self._add_call_id()))
-                case CallFinished(index, call):
+                case tool_calls.CallStarted(index, name):
+                    pieces.append(tool_calls.CallStarted(index, name, self._add_call_id()))
+                case tool_calls.CallFinished(index, call):
                     call = ToolCall(call.name, call.arguments, self._call_ids[index])
-                    pieces.append(CallFinished(index, call))
-                case CallFailed(index, malformed):
+                    pieces.append(tool_calls.CallFinished(index, call))
+                case tool_calls.CallFailed(index, malformed):
                     self.num_malformed += 1
                     if index is not None and not self._whole_calls:
                         pieces.append(delta)
-                    pieces.append(ContentDelta(malformed.text))
+                    pieces.append(tool_calls.ContentDelta(malformed.text))
                 case _:
                     pieces.append(delta)
 

@@ -22,29 +22,14 @@ from typing import Any
 
 import msgspec
 
+from agentevo.agents.gateway import fields
 from agentevo.agents.gateway.api import Api, Event, named_event
-from agentevo.agents.gateway.fields import (
-    FieldChoice,
-    boolean,
-    sampling_of,
-    schema_of,
-    tools_in,
-    whole_number,
-)
 from agentevo.agents.gateway.memory import Memory
 from agentevo.agents.gateway.refusals import Refusal
 from agentevo.agents.gateway.request import ModelReply, ModelRequest, PromptSize
 from agentevo.data.messages import tools_of
 from agentevo.errors import BadRequestError, shown
-from agentevo.models.tool_calls import (
-    ArgumentsDelta,
-    CallFailed,
-    CallFinished,
-    CallStarted,
-    ContentDelta,
-    Delta,
-    ReasoningDelta,
-)
+from agentevo.models import tool_calls
 from agentevo.types import Message, ToolCall
 
 SIGNATURE = "agentevo"
@@ -52,29 +37,11 @@ SIGNATURE = "agentevo"
 BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 """Claude Code's beginning of the system message: it differs from request to request, so each would
 be a history of its own, and it is not for the model."""
-_KNOWN = {
-    "messages",
-    "model",
-    "system",
-    "max_tokens",
-    "stop_sequences",
-    "stream",
-    "tools",
-    "tool_choice",
-    "temperature",
-    "top_k",
-    "top_p",
-    "thinking",
-    "metadata",
-    "service_tier",
-    "cache_control",
-    "inference_geo",
-    "speed",
-    "diagnostics",
-    "output_config",
-    "context_management",
-    "user_profile_id",
-}
+_KNOWN = fields.keys_of(
+    "messages model system max_tokens stop_sequences stream tools tool_choice temperature top_k "
+    "top_p thinking metadata service_tier cache_control inference_geo speed diagnostics "
+    "output_config context_management user_profile_id"
+)
 _CONFIGURED = ("format", "effort")
 _ERRORS = {
     401: "authentication_error",
@@ -95,7 +62,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     """See Api. Keeps nothing: a request has its whole history."""
-    if whole_number(body, "max_tokens", 0) < 1:
+    if fields.whole_number(body, "max_tokens", 0) < 1:
         raise BadRequestError(
             f"max_tokens is {shown(body.get('max_tokens'))}: give a whole number from 1; this API "
             "has no default"
@@ -107,8 +74,8 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
 
     return _request(
         body,
-        overrides=sampling_of(body, max_tokens=("max_tokens",), stop="stop_sequences"),
-        stream=boolean(body, "stream"),
+        overrides=fields.sampling_of(body, max_tokens=("max_tokens",), stop="stop_sequences"),
+        stream=fields.boolean(body, "stream"),
     )
 
 
@@ -117,16 +84,16 @@ def counted_of(body: Mapping[str, Any]) -> ModelRequest:
     return _request(body)
 
 
-def _request(body: Mapping[str, Any], **fields: Any) -> ModelRequest:
+def _request(body: Mapping[str, Any], **values: Any) -> ModelRequest:
     if body.get("thread") is not None:
         raise Refusal("threads are not supported: send the whole history", code=NO_THREADS)
 
-    unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
-    if unknown:
-        raise Refusal(f"this gateway does not know the field {unknown[0]!r} of a message")
+    fields.check_known(body, _KNOWN, "message")
 
     _check_configuration(body)
-    schema = schema_of(_fields(body, "output_config").get("format"), "output_config.format")
+    schema = fields.schema_of(
+        fields.object_in(body, "output_config").get("format"), "output_config.format"
+    )
     choice = _choice(body)
     tools = _tools(body)
 
@@ -135,7 +102,7 @@ def _request(body: Mapping[str, Any], **fields: Any) -> ModelRequest:
         tools=tools or None,
         form=choice.form(schema),
         model=str(body.get("model") or "policy"),
-        **fields,
+        **values,
     )
 
 
@@ -143,12 +110,14 @@ def _check_configuration(body: Mapping[str, Any]) -> None:
     """Raises Refusal for fields that would have to change the policy's answer."""
     for key, allowed in (("output_config", _CONFIGURED), ("context_management", ("edits",))):
         unknown = [
-            name for name, value in _fields(body, key).items() if name not in allowed and value
+            name
+            for name, value in fields.object_in(body, key).items()
+            if name not in allowed and value
         ]
         if unknown:
             raise Refusal(f"{key}.{unknown[0]} is not supported: leave it out")
 
-    edits = _fields(body, "context_management").get("edits") or []
+    edits = fields.object_in(body, "context_management").get("edits") or []
     for edit in edits if isinstance(edits, list) else [edits]:
         kind = edit.get("type") if isinstance(edit, Mapping) else edit
         # Old thoughts: the tokens of a recorded turn stay, and the template decides of others.
@@ -159,27 +128,19 @@ def _check_configuration(body: Mapping[str, Any]) -> None:
             )
 
 
-def _fields(body: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """An object that may be missing or null."""
-    value = body.get(key)
-    if value is not None and not isinstance(value, Mapping):
-        raise BadRequestError(f"{key} is {shown(value)}: give an object")
-    return value or {}
-
-
-def _choice(body: Mapping[str, Any]) -> FieldChoice:
+def _choice(body: Mapping[str, Any]) -> fields.FieldChoice:
     """The ToolChoice of this API's tool_choice."""
-    choice = _fields(body, "tool_choice")
+    choice = fields.object_in(body, "tool_choice")
     kind = choice.get("type", "auto")
     name = choice.get("name")
 
-    parallel = not boolean(choice, "disable_parallel_tool_use")
+    parallel = not fields.boolean(choice, "disable_parallel_tool_use")
     if kind in ("auto", "none"):
-        return FieldChoice(kind=kind, parallel=parallel)
+        return fields.FieldChoice(kind=kind, parallel=parallel)
     if kind == "any":
-        return FieldChoice(kind="required", parallel=parallel)
+        return fields.FieldChoice(kind="required", parallel=parallel)
     if kind == "tool" and isinstance(name, str) and name:
-        return FieldChoice(kind="required", tool=name, parallel=False)
+        return fields.FieldChoice(kind="required", tool=name, parallel=False)
 
     raise Refusal(
         f"tool_choice {shown(dict(choice))} is not supported: its type is auto, none, any, or tool "
@@ -193,8 +154,8 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return tools_of(
         [
             _tool(tool, f"tools.{number}")
-            for number, tool in enumerate(tools_in(body))
-            if not (isinstance(tool, Mapping) and boolean(tool, "defer_loading"))
+            for number, tool in enumerate(fields.tools_in(body))
+            if not (isinstance(tool, Mapping) and fields.boolean(tool, "defer_loading"))
         ]
     )
 
@@ -271,7 +232,7 @@ def _user(content: Any, where: str, names: Mapping[str, str]) -> list[Message]:
         else:
             call = _field(block, "tool_use_id", place)
             result = _text(block.get("content") or "", f"{place}.content")
-            if boolean(block, "is_error"):
+            if fields.boolean(block, "is_error"):
                 result = f"Error: {result}"
             messages.append(Message("tool", result, tool_call_id=call, name=names.get(call)))
 
@@ -383,23 +344,23 @@ class MessagesStream:
         nothing = {"stop_reason": None, "stop_sequence": None, "usage": _usage(prompt, 0)}
         return [{"type": "message_start", "message": {**message, **nothing}}]
 
-    def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
+    def pieces(self, number: int, pieces: Sequence[tool_calls.Delta]) -> list[Event]:
         events: list[Event] = []
         for piece in pieces:
             match piece:
-                case ContentDelta(text):
+                case tool_calls.ContentDelta(text):
                     events += self._goes_on({"type": "text", "text": ""})
                     events.append(self._delta("text_delta", text=text))
-                case ReasoningDelta(text):
+                case tool_calls.ReasoningDelta(text):
                     thought = {"type": "thinking", "thinking": "", "signature": ""}
                     events += self._goes_on(thought)
                     events.append(self._delta("thinking_delta", thinking=text))
-                case CallStarted(_, name, call_id):
+                case tool_calls.CallStarted(_, name, call_id):
                     call = ToolCall(name, "", call_id)
                     events += [*self._close(), *self._goes_on({**_tool_use(call), "input": {}})]
-                case ArgumentsDelta(_, text):
+                case tool_calls.ArgumentsDelta(_, text):
                     events.append(self._delta("input_json_delta", partial_json=text))
-                case CallFinished() | CallFailed():
+                case tool_calls.CallFinished() | tool_calls.CallFailed():
                     events += self._close()
 
         return events

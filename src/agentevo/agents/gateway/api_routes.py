@@ -3,7 +3,7 @@
     POST /v1/chat/completions        chat_completions.py, and so on: every API is a file (api.py)
     POST /v1/completions             completions.py
     GET  /v1/responses/ID            an answer that is kept; DELETE forgets it
-    GET  /v1/responses/ID/input_items    what it was asked (kept_responses.py)
+    GET  /v1/responses/ID/input_items    what it was asked (memory.py)
     POST /v1/messages/count_tokens   tokens of a prompt, in the form of anthropic_messages.py
     GET  /v1/models                  the policy's name; GET /v1/models/NAME whether it is one
     POST /s/KEY/reward               {"reward": 1.0}, {"rewards": {"name": 1.0}} or with "turn": 0
@@ -25,14 +25,12 @@ from starlette.types import Scope
 
 from agentevo.agents.gateway import anthropic_messages, openapi, responses
 from agentevo.agents.gateway.api import Api
-from agentevo.agents.gateway.apis import APIS
 from agentevo.agents.gateway.body import json_body, json_response, record_of
 from agentevo.agents.gateway.delivery import Awaited, DeliveredTokens, EventStream, WholeAnswer
-from agentevo.agents.gateway.kept_responses import find_response, forget, input_items
-from agentevo.agents.gateway.memory import Memory
+from agentevo.agents.gateway.memory import Memory, find_response, forget, input_items
 from agentevo.agents.gateway.refusals import Refusal
 from agentevo.agents.gateway.request import Delivery, ModelReply
-from agentevo.agents.gateway.routes import Caller, GatewayRoute, Routes, session_of
+from agentevo.agents.gateway.routes import APIS, Caller, GatewayRoute, Routes, session_of
 from agentevo.agents.gateway.session import GatewaySession, refuse_key
 from agentevo.agents.posted_rewards import PostedReward
 from agentevo.errors import shown

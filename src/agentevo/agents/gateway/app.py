@@ -27,13 +27,12 @@ import agentevo
 from agentevo.agents.capture import HEADER
 from agentevo.agents.gateway import metrics, openapi
 from agentevo.agents.gateway.api_routes import ApiRoutes
-from agentevo.agents.gateway.apis import APIS
 from agentevo.agents.gateway.body import json_response
 from agentevo.agents.gateway.delivery import limit_sends
 from agentevo.agents.gateway.metrics import GatewayMetrics
 from agentevo.agents.gateway.rate_limit import RateLimit, address_of
 from agentevo.agents.gateway.refusals import Refusal
-from agentevo.agents.gateway.routes import Caller, Handler, Routes
+from agentevo.agents.gateway.routes import APIS, Caller, Handler, Routes
 from agentevo.agents.gateway.session import GatewaySession
 from agentevo.errors import EngineError
 from agentevo.inference.serving.admission import AdmittedConnection

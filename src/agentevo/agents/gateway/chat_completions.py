@@ -8,119 +8,55 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentevo.agents.gateway import fields
 from agentevo.agents.gateway.api import Api, Event, data_event
-from agentevo.agents.gateway.fields import (
-    boolean,
-    choice_of,
-    is_strict,
-    no_other_service,
-    sampling_of,
-    schema_of,
-    tools_in,
-    top_logprobs_of,
-    whole_number,
-)
 from agentevo.agents.gateway.memory import Memory
 from agentevo.agents.gateway.refusals import Refusal
 from agentevo.agents.gateway.request import ModelReply, ModelRequest, PromptSize, TokenLogprob
 from agentevo.data.messages import MESSAGE_KEYS, messages_of, tools_of
 from agentevo.errors import BadRequestError
-from agentevo.models.tool_calls import (
-    ArgumentsDelta,
-    CallFailed,
-    CallFinished,
-    CallStarted,
-    ContentDelta,
-    Delta,
-    ReasoningDelta,
-)
+from agentevo.models import tool_calls
 from agentevo.types import Message, ToolCall
 
 DONE: Event = {}
 """The last event of a stream; it only marks the end."""
 _CONTENT_KEYS = ("refusal", "annotations", "audio", "function_call", "images", "videos")
 """Keys whose values no template has a place for. All other keys are ignored as a client's own."""
-_KNOWN = {
-    "messages",
-    "model",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "n",
-    "stream",
-    "stream_options",
-    "logprobs",
-    "top_logprobs",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "max_tokens",
-    "response_format",
-    "max_completion_tokens",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "user",
-    "store",
-    "metadata",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "reasoning_effort",
-    "verbosity",
-    "client_metadata",
-    "chat_template_kwargs",
-    "functions",
-    "function_call",
-    "modalities",
-    "prediction",
-}
+_KNOWN = fields.SAMPLING_KEYS | fields.keys_of(
+    "messages tools tool_choice parallel_tool_calls n stream_options logprobs top_logprobs "
+    "return_token_ids return_tokens_as_token_ids max_tokens max_completion_tokens response_format "
+    "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+    "reasoning_effort verbosity client_metadata chat_template_kwargs functions function_call "
+    "modalities prediction"
+)
 
 
 def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     """See Api. Keeps nothing: a request has its whole history."""
-    unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
-    if unknown:
-        raise Refusal(f"this gateway does not know the field {unknown[0]!r} of a chat completion")
-
-    no_other_service(body)
+    fields.check_known(body, _KNOWN, "chat completion")
+    fields.no_other_service(body)
     response_format = body.get("response_format")
-    choice = choice_of(body)
-    schema = schema_of(response_format, "response_format")
-    tools = tools_of(tools_in(body))
+    choice = fields.choice_of(body)
+    schema = fields.schema_of(response_format, "response_format")
+    tools = tools_of(fields.tools_in(body))
 
-    options = body.get("stream_options") or {}
-    if not isinstance(options, Mapping):
-        raise BadRequestError("stream_options must be an object")
-
-    logprobs = boolean(body, "logprobs")
-    top_logprobs = top_logprobs_of(body, "top_logprobs")
+    logprobs = fields.boolean(body, "logprobs")
+    top_logprobs = fields.top_logprobs_of(body, "top_logprobs")
     if top_logprobs and not logprobs:
         raise Refusal("top_logprobs needs logprobs: true", param="top_logprobs")
 
     return ModelRequest(
         prompt=prompt_of(body.get("messages")),
         tools=tools or None,
-        form=choice.form(schema, strict=is_strict(response_format)),
-        overrides=sampling_of(
+        form=choice.form(schema, strict=fields.is_strict(response_format)),
+        overrides=fields.sampling_of(
             body,
             max_tokens=("max_completion_tokens", "max_tokens"),
             stop="stop",
         ),
-        n=whole_number(body, "n", 1),
-        model=str(body.get("model") or "policy"),
-        stream=boolean(body, "stream"),
-        include_usage=bool(options.get("include_usage")),
         logprobs=logprobs,
         top_logprobs=top_logprobs,
-        token_ids=boolean(body, "return_token_ids"),
+        **fields.of_completions(body),
     )
 
 
@@ -151,7 +87,6 @@ def _plain(message: Any, number: int) -> Any:
 
 
 def answer(request: ModelRequest, replies: Sequence[ModelReply]) -> dict[str, Any]:
-    """The body of the answer."""
     return {
         **head(request, "chatcmpl", "chat.completion"),
         "choices": [_choice(request, number, reply) for number, reply in enumerate(replies)],
@@ -172,7 +107,7 @@ class ChatCompletionStream:
             self._chunk(n, {"role": "assistant", "content": ""}) for n in range(self._request.n)
         ]
 
-    def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
+    def pieces(self, number: int, pieces: Sequence[tool_calls.Delta]) -> list[Event]:
         """The event for a completion's next pieces."""
         deltas = map(_delta, pieces)
         return [self._chunk(number, delta) for delta in deltas if delta is not None]
@@ -206,17 +141,17 @@ class ChatCompletionStream:
         return {**self._head, "choices": [choice]}
 
 
-def _delta(piece: Delta) -> dict[str, Any] | None:
+def _delta(piece: tool_calls.Delta) -> dict[str, Any] | None:
     match piece:
-        case ContentDelta(text):
+        case tool_calls.ContentDelta(text):
             return {"content": text}
-        case ReasoningDelta(text):
+        case tool_calls.ReasoningDelta(text):
             return {"reasoning_content": text}
-        case CallStarted(index, name, call_id):
+        case tool_calls.CallStarted(index, name, call_id):
             return {"tool_calls": [{"index": index, **_tool_call(ToolCall(name, "", call_id))}]}
-        case ArgumentsDelta(index, text):
+        case tool_calls.ArgumentsDelta(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-        case CallFinished() | CallFailed():
+        case tool_calls.CallFinished() | tool_calls.CallFailed():
             return None
 
 

@@ -8,16 +8,9 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from agentevo.agents.gateway import chat_completions
+from agentevo.agents.gateway import chat_completions, fields
 from agentevo.agents.gateway.api import Api, Event
 from agentevo.agents.gateway.chat_completions import encode_event, error, head, usage
-from agentevo.agents.gateway.fields import (
-    boolean,
-    no_other_service,
-    sampling_of,
-    top_logprobs_of,
-    whole_number,
-)
 from agentevo.agents.gateway.memory import Memory
 from agentevo.agents.gateway.refusals import Refusal
 from agentevo.agents.gateway.request import ModelReply, ModelRequest, PromptSize, TokenLogprob
@@ -27,56 +20,28 @@ from agentevo.models.tool_calls import ContentDelta, Delta
 
 MAX_PROMPTS = 256
 """The number of prompts of one request."""
-_KNOWN = {
-    "prompt",
-    "model",
-    "n",
-    "best_of",
-    "echo",
-    "suffix",
-    "logprobs",
-    "stream",
-    "stream_options",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "max_tokens",
-    "return_token_ids",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "user",
-}
+_KNOWN = fields.SAMPLING_KEYS | fields.keys_of(
+    "prompt n best_of echo suffix logprobs stream_options max_tokens return_token_ids user"
+)
 
 
 def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     """See Api. Keeps nothing."""
-    unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
-    if unknown:
-        raise Refusal(f"this gateway does not know the field {unknown[0]!r} of a completion")
-
-    no_other_service(body)
-    n = whole_number(body, "n", 1)
+    fields.check_known(body, _KNOWN, "completion")
+    fields.no_other_service(body)
+    n = fields.whole_number(body, "n", 1)
     if body.get("suffix"):
         raise Refusal("suffix is not supported: the policy only continues its prompt")
-    if whole_number(body, "best_of", n) != n:
+    if fields.whole_number(body, "best_of", n) != n:
         raise Refusal("best_of is not supported: leave it out, and choose among n yourself")
 
-    logprobs = top_logprobs_of(body, "logprobs", -1)
-    echo = boolean(body, "echo")
+    logprobs = fields.top_logprobs_of(body, "logprobs", -1)
+    echo = fields.boolean(body, "echo")
     if logprobs >= 0 and echo:
         raise Refusal(
             "logprobs with echo is not supported: the engine has no log-probs of a prompt; ask "
             "for one of the two"
         )
-
-    options = body.get("stream_options") or {}
-    if not isinstance(options, Mapping):
-        raise BadRequestError("stream_options must be an object")
 
     prompt, *more_prompts = prompts_of(body.get("prompt"))
     return ModelRequest(
@@ -84,14 +49,10 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
         more_prompts=tuple(more_prompts),
         is_plain=True,
         echo=echo,
-        overrides=sampling_of(body, max_tokens=("max_tokens",), stop="stop"),
-        n=n,
-        model=str(body.get("model") or "policy"),
-        stream=boolean(body, "stream"),
-        include_usage=bool(options.get("include_usage")),
+        overrides=fields.sampling_of(body, max_tokens=("max_tokens",), stop="stop"),
         logprobs=logprobs >= 0,
         top_logprobs=max(logprobs, 0),
-        token_ids=boolean(body, "return_token_ids"),
+        **fields.of_completions(body),
     )
 
 
@@ -122,7 +83,6 @@ def _is_id(value: Any) -> bool:
 
 
 def answer(request: ModelRequest, replies: Sequence[ModelReply]) -> dict[str, Any]:
-    """The body of the answer."""
     choices = [
         _choice(request, number, reply.content, reply) for number, reply in enumerate(replies)
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,10 +19,29 @@ _PENALTIES = {
     "repetition_penalty": "repetition",
 }
 """Names of penalties -> those in types.Penalties."""
+
+
+def keys_of(names: str) -> frozenset[str]:
+    """The names of fields in a text, with blanks between them."""
+    return frozenset(names.split())
+
+
+SAMPLING_KEYS = keys_of(
+    "model stream temperature top_p top_k min_p seed stop logit_bias"
+) | frozenset(_PENALTIES)
+"""The keys with which every request of OpenAI's APIs may choose and sample a model."""
 ANY_SEED = -1
 """vLLM's and llama.cpp's word for no seed."""
 _LARGEST = 1e6
 """Numbers beyond are out of any range."""
+
+
+def check_known(body: Mapping[str, Any], known: Set[str], request: str) -> None:
+    """Raises Refusal for a field that is not among the `known` ones; `request` names the request
+    in the message."""
+    unknown = sorted(k for k, value in body.items() if k not in known and value is not None)
+    if unknown:
+        raise Refusal(f"this gateway does not know the field {unknown[0]!r} of a {request}")
 
 
 def tools_in(body: Mapping[str, Any]) -> Sequence[Any]:
@@ -34,6 +53,25 @@ def tools_in(body: Mapping[str, Any]) -> Sequence[Any]:
     if not isinstance(tools, list):
         raise BadRequestError(f"tools is {shown(tools)}: give a list")
     return tools
+
+
+def object_in(body: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Absent and null are an empty object."""
+    value = body.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise BadRequestError(f"{key} is {shown(value)}: give an object")
+    return value or {}
+
+
+def of_completions(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a ModelRequest that both of OpenAI's completions have."""
+    return {
+        "model": str(body.get("model") or "policy"),
+        "stream": boolean(body, "stream"),
+        "include_usage": bool(object_in(body, "stream_options").get("include_usage")),
+        "n": whole_number(body, "n", 1),
+        "token_ids": boolean(body, "return_token_ids"),
+    }
 
 
 def boolean(body: Mapping[str, Any], key: str) -> bool:

@@ -34,7 +34,13 @@ def _message(*roles: str) -> Schema:
 SHARE: Schema = {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1}
 PENALTY: Schema = {"type": ["number", "null"], "minimum": -2, "maximum": 2}
 BIAS: Schema = {"type": "number", "minimum": -100, "maximum": 100}
-_SAMPLING = {"temperature": NUMBER, "top_p": SHARE, "top_k": {"type": ["integer", "null"]}}
+_SAMPLING: dict[str, Schema] = {
+    "model": TEXT,
+    "stream": FLAG,
+    "temperature": NUMBER,
+    "top_p": SHARE,
+    "top_k": {"type": ["integer", "null"]},
+}
 _PENALTIES: dict[str, Schema] = {
     "presence_penalty": PENALTY,
     "frequency_penalty": PENALTY,
@@ -46,50 +52,42 @@ _PENALTIES: dict[str, Schema] = {
     },
 }
 _MESSAGES = {"type": "array", "minItems": 1}
+_PROMPTS = [{"type": "array", "minItems": 1, "items": item} for item in (TEXT, TOKEN, TOKENS)]
+_OF_COMPLETIONS: dict[str, Schema] = {
+    "n": {"type": ["integer", "null"], "minimum": 1, "maximum": 8},
+    "max_tokens": COUNT,
+    "seed": {"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**63 - 1},
+    "stop": {"anyOf": [TEXT, {"type": ["array", "null"], "items": TEXT}]},
+    "return_token_ids": FLAG,
+    "stream_options": {"type": ["object", "null"], "properties": {"include_usage": FLAG}},
+}
+_OF_ANTHROPIC: dict[str, Schema] = {
+    "messages": _MESSAGES | {"items": _message("user", "assistant", "system")},
+    "system": {"anyOf": [TEXT, {"type": ["array", "null"], "items": OBJECT}]},
+    "tools": OBJECTS,
+}
 BODIES: dict[str, Schema] = {
     "/chat/completions": _object(
         ["messages"],
-        model=TEXT,
         messages=_MESSAGES | {"items": _message("system", "developer", "user", "assistant")},
         tools=OBJECTS,
-        n={"type": ["integer", "null"], "minimum": 1, "maximum": 8},
-        max_tokens=COUNT,
-        seed={"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**63 - 1},
-        stop={"anyOf": [TEXT, {"type": ["array", "null"], "items": TEXT}]},
         logprobs=FLAG,
         top_logprobs=ALTERNATIVES,
-        return_token_ids=FLAG,
-        stream=FLAG,
-        stream_options={"type": ["object", "null"], "properties": {"include_usage": FLAG}},
+        **_OF_COMPLETIONS,
         **_SAMPLING,
         **_PENALTIES,
     ),
     "/completions": _object(
         ["prompt"],
-        model=TEXT,
-        prompt={
-            "anyOf": [
-                TEXT,
-                {"type": "array", "minItems": 1, "items": TEXT},
-                {"type": "array", "minItems": 1, "items": TOKEN},
-                {"type": "array", "minItems": 1, "items": TOKENS},
-            ]
-        },
+        prompt={"anyOf": [TEXT, *_PROMPTS]},
         echo=FLAG,
-        n={"type": ["integer", "null"], "minimum": 1, "maximum": 8},
-        max_tokens=COUNT,
-        seed={"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**63 - 1},
-        stop={"anyOf": [TEXT, {"type": ["array", "null"], "items": TEXT}]},
         logprobs=ALTERNATIVES,
-        return_token_ids=FLAG,
-        stream=FLAG,
-        stream_options={"type": ["object", "null"], "properties": {"include_usage": FLAG}},
+        **_OF_COMPLETIONS,
         **_SAMPLING,
         **_PENALTIES,
     ),
     "/responses": _object(
         ["input"],
-        model=TEXT,
         input={"anyOf": [TEXT, {"type": "array", "items": OBJECT}]},
         instructions={"type": ["string", "null"]},
         previous_response_id={"type": ["string", "null"]},
@@ -98,28 +96,17 @@ BODIES: dict[str, Schema] = {
         include={"type": ["array", "null"], "items": {"enum": ["message.output_text.logprobs"]}},
         top_logprobs=ALTERNATIVES,
         store=FLAG,
-        stream=FLAG,
         **_SAMPLING,
         **_PENALTIES,
     ),
     "/messages": _object(
         ["messages", "max_tokens"],
-        model=TEXT,
-        messages=_MESSAGES | {"items": _message("user", "assistant", "system")},
-        system={"anyOf": [TEXT, {"type": ["array", "null"], "items": OBJECT}]},
-        tools=OBJECTS,
         max_tokens={"type": "integer", "minimum": 1},
         stop_sequences={"type": ["array", "null"], "items": TEXT},
-        stream=FLAG,
+        **_OF_ANTHROPIC,
         **_SAMPLING,
     ),
-    "/messages/count_tokens": _object(
-        ["messages"],
-        model=TEXT,
-        messages=_MESSAGES | {"items": _message("user", "assistant", "system")},
-        system={"anyOf": [TEXT, {"type": ["array", "null"], "items": OBJECT}]},
-        tools=OBJECTS,
-    ),
+    "/messages/count_tokens": _object(["messages"], model=TEXT, **_OF_ANTHROPIC),
     "/reward": _object(
         [],
         reward={"type": ["number", "null"]},

@@ -73,7 +73,6 @@ class RateLimit:
 
 
 def address_of(request: Request) -> str:
-    """The machine that a request is from."""
     return request.client.host if request.client is not None else ""
 
 

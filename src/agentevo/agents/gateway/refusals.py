@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from agentevo.errors import (
-    AgentEvoError,
-    BadRequestError,
-    ConfigError,
-    EngineUnavailableError,
-    GrammarError,
-    RequestTooLongError,
-    StoreError,
-    StoreUnavailableError,
-)
+from agentevo import errors
 from agentevo.inference.remote_models.ledger import BudgetExceededError, RemoteModelError
 
 
-class Refusal(AgentEvoError):
+class Refusal(errors.AgentEvoError):
     """A request that gets no completion, with the status of HTTP, the kind in OpenAI's words, and,
     if there are any, a code, the name of the wrong field and the time until a retry."""
 
@@ -41,16 +32,16 @@ class Refusal(AgentEvoError):
 
 _INVALID = "invalid_request_error"
 _KINDS: tuple[tuple[type[BaseException], int, str, str], ...] = (
-    (RequestTooLongError, 400, _INVALID, "context_length_exceeded"),
-    (EngineUnavailableError, 503, "server_error", ""),
-    (StoreUnavailableError, 503, "server_error", ""),
+    (errors.RequestTooLongError, 400, _INVALID, "context_length_exceeded"),
+    (errors.EngineUnavailableError, 503, "server_error", ""),
+    (errors.StoreUnavailableError, 503, "server_error", ""),
     (TimeoutError, 504, "timeout_error", ""),
     (BudgetExceededError, 424, "server_error", "budget_exceeded"),
     (RemoteModelError, 424, "server_error", ""),  # asked often enough, so clients don't again
-    (StoreError, 409, _INVALID, ""),
-    (BadRequestError, 400, _INVALID, ""),
-    (ConfigError, 400, _INVALID, ""),
-    (GrammarError, 400, _INVALID, ""),
+    (errors.StoreError, 409, _INVALID, ""),
+    (errors.BadRequestError, 400, _INVALID, ""),
+    (errors.ConfigError, 400, _INVALID, ""),
+    (errors.GrammarError, 400, _INVALID, ""),
 )
 """Failure -> status, kind and code; the first that fits."""
 

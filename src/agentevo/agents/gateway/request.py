@@ -18,8 +18,6 @@ Prompt = list[Message] | list[int] | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRequest:
-    """A request for completions."""
-
     prompt: Prompt
     more_prompts: tuple[str | list[int], ...] = ()
     """Further prompts, each with `n` completions. Completions are numbered across all prompts."""

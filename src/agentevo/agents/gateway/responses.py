@@ -17,35 +17,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentevo.agents.gateway import fields
 from agentevo.agents.gateway.answer import pieces_of
 from agentevo.agents.gateway.api import Api, Event, named_event
 from agentevo.agents.gateway.chat_completions import error, token_logprobs
-from agentevo.agents.gateway.fields import (
-    boolean,
-    choice_of,
-    is_strict,
-    no_other_service,
-    sampling_of,
-    schema_of,
-    tools_in,
-    top_logprobs_of,
-)
-from agentevo.agents.gateway.kept_responses import KeptResponse, keep
-from agentevo.agents.gateway.memory import Memory
+from agentevo.agents.gateway.memory import KeptResponse, Memory, keep
 from agentevo.agents.gateway.refusals import Refusal
 from agentevo.agents.gateway.request import ModelReply, ModelRequest, PromptSize
 from agentevo.agents.gateway.response_items import messages_of_items, name_within
 from agentevo.data.messages import tools_of
 from agentevo.errors import BadRequestError, shown
-from agentevo.models.tool_calls import (
-    ArgumentsDelta,
-    CallFailed,
-    CallFinished,
-    CallStarted,
-    ContentDelta,
-    Delta,
-    ReasoningDelta,
-)
+from agentevo.models import tool_calls
 from agentevo.types import Message
 
 LOGPROBS = "message.output_text.logprobs"
@@ -71,29 +53,10 @@ _ECHOED: dict[str, Any] = {
     "user": None,
 }
 """The fields of a request that its answer repeats, and their defaults."""
-_KNOWN = {
-    *_ECHOED,
-    "input",
-    "model",
-    "stream",
-    "stream_options",
-    "include",
-    "background",
-    "prompt_cache_retention",
-    "prompt_cache_options",
-    "client_metadata",
-    "return_token_ids",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-}
+_KNOWN = (fields.SAMPLING_KEYS | _ECHOED.keys()) | fields.keys_of(
+    "input stream_options include background prompt_cache_retention prompt_cache_options "
+    "client_metadata return_token_ids"
+)
 _SCHEMA_KEYS = ("name", "description", "parameters", "strict")
 _TOOL_KEYS = {*_SCHEMA_KEYS, "type"}
 
@@ -115,11 +78,8 @@ class ResponseRequest(ModelRequest):
 
 def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
     """See Api."""
-    unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
-    if unknown:
-        raise Refusal(f"this gateway does not know the field {unknown[0]!r} of a response")
-
-    no_other_service(body)
+    fields.check_known(body, _KNOWN, "response")
+    fields.no_other_service(body)
     _no_other_service(body)
 
     echoed = {
@@ -130,7 +90,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
             raise BadRequestError(f"{key} is {shown(echoed[key])}: give an object")
 
     text_format = echoed["text"].get("format")
-    schema = schema_of(text_format, "text.format")
+    schema = fields.schema_of(text_format, "text.format")
     include = _check_include(body.get("include"))
 
     instructions = body.get("instructions")
@@ -142,29 +102,29 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
     if not system and not history:
         raise BadRequestError("input is empty: give a text or at least one item")
 
-    choice = choice_of(body)
-    tools, namespaces = _tools(tools_in(body))
+    choice = fields.choice_of(body)
+    tools, namespaces = _tools(fields.tools_in(body))
     return ResponseRequest(
         prompt=[*system, *history],
         history=history,
         raw_input=body.get("input", []),
         echoed=echoed,
-        memory=memory if body.get("store") is None or boolean(body, "store") else None,
+        memory=memory if body.get("store") is None or fields.boolean(body, "store") else None,
         namespaces=namespaces,
         tools=tools or None,
-        form=choice.form(schema, strict=is_strict(text_format)),
-        overrides=sampling_of(body, max_tokens=("max_output_tokens",), stop="stop"),
+        form=choice.form(schema, strict=fields.is_strict(text_format)),
+        overrides=fields.sampling_of(body, max_tokens=("max_output_tokens",), stop="stop"),
         model=str(body.get("model") or "policy"),
-        stream=boolean(body, "stream"),
+        stream=fields.boolean(body, "stream"),
         logprobs=LOGPROBS in include,
-        top_logprobs=top_logprobs_of(body, "top_logprobs"),
-        token_ids=boolean(body, "return_token_ids"),
+        top_logprobs=fields.top_logprobs_of(body, "top_logprobs"),
+        token_ids=fields.boolean(body, "return_token_ids"),
     )
 
 
 def _no_other_service(body: Mapping[str, Any]) -> None:
     """Raises Refusal for features that only OpenAI's own service has."""
-    if boolean(body, "background"):
+    if fields.boolean(body, "background"):
         raise Refusal("background is not supported: wait for the answer, or stream it")
     if body.get("truncation") not in (None, "disabled"):
         raise Refusal(
@@ -274,19 +234,19 @@ class _ResponsesOutput:
         self._texts: list[str] = []
         """The texts of the item that grows."""
 
-    def add(self, piece: Delta) -> list[Event]:
+    def add(self, piece: tool_calls.Delta) -> list[Event]:
         match piece:
-            case ContentDelta(text):
+            case tool_calls.ContentDelta(text):
                 return self._said("message", text)
-            case ReasoningDelta(text):
+            case tool_calls.ReasoningDelta(text):
                 return self._said("reasoning", text)
-            case CallStarted(_, name, call_id):
+            case tool_calls.CallStarted(_, name, call_id):
                 return self._call_events(name, call_id)
-            case ArgumentsDelta(_, text):
+            case tool_calls.ArgumentsDelta(_, text):
                 return self._argument_events(text)
-            case CallFinished():
+            case tool_calls.CallFinished():
                 return self._close("completed")
-            case CallFailed():
+            case tool_calls.CallFailed():
                 return self._close("incomplete")
 
     def finish(self, *, is_whole: bool) -> list[Event]:
@@ -369,12 +329,12 @@ class _ResponsesOutput:
             "item": dict(self.items[-1]),
         }
 
-    def _of_item(self, kind: str, **fields: Any) -> Event:
+    def _of_item(self, kind: str, **values: Any) -> Event:
         index = len(self.items) - 1
-        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": index, **fields}
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": index, **values}
 
-    def _of_part(self, kind: str, **fields: Any) -> Event:
-        return self._of_item(kind, content_index=0, **fields)
+    def _of_part(self, kind: str, **values: Any) -> Event:
+        return self._of_item(kind, content_index=0, **values)
 
 
 def _part_type(kind: str) -> str:
@@ -407,7 +367,7 @@ class ResponsesStream:
             ]
         )
 
-    def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
+    def pieces(self, number: int, pieces: Sequence[tool_calls.Delta]) -> list[Event]:
         """The next pieces of the only completion."""
         return self._number_events([event for piece in pieces for event in self._output.add(piece)])
 
@@ -459,7 +419,7 @@ class ResponsesStream:
 
         return response
 
-    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
+    def _response(self, status: str, **values: Any) -> dict[str, Any]:
         return {
             "id": self._id,
             "object": "response",
@@ -474,7 +434,7 @@ class ResponsesStream:
             "temperature": None,
             "top_p": None,
             "usage": None,
-            **fields,
+            **values,
         }
 
     def _number_events(self, events: list[Event]) -> list[Event]:

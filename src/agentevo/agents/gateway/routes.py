@@ -1,5 +1,8 @@
 """A group of the gateway's routes: the routes of the APIs (api_routes.py), or routes that a command
-adds. The application (app.py) identifies the sender of a request and calls the route's handler."""
+adds. The application (app.py) identifies the sender of a request and calls the route's handler.
+
+The APIs of the gateway, and the form that each has for failures.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,42 @@ from typing import Any, NamedTuple
 
 from fastapi import Request, Response
 
-from agentevo.agents.gateway import apis
-from agentevo.agents.gateway.refusals import Refusal
+from agentevo.agents.gateway import (
+    anthropic_messages,
+    chat_completions,
+    completions,
+    responses,
+)
+from agentevo.agents.gateway.api import Api
+from agentevo.agents.gateway.body import json_response
+from agentevo.agents.gateway.rate_limit import retry_headers
+from agentevo.agents.gateway.refusals import Refusal, refusal_of
 from agentevo.agents.gateway.session import GatewaySession
+
+APIS: tuple[Api[Any], ...] = (
+    chat_completions.API,
+    completions.API,
+    responses.API,
+    anthropic_messages.API,
+)
+"""The form of the first applies to requests outside of all APIs."""
+
+
+def failure_response(request: Request, error: Exception) -> Response:
+    """The answer to a request that failed, in the form of the client's API."""
+    api = _api_of(request)
+    refusal = refusal_of(error)
+    status = api.statuses.get(refusal.status, refusal.status)
+    response = json_response(api.error(refusal), status)
+    response.headers.update(retry_headers(refusal))
+    return response
+
+
+def _api_of(request: Request) -> Api[Any]:
+    if "anthropic-version" in request.headers:
+        return anthropic_messages.API
+    return next((api for api in APIS if api.path in request.url.path), APIS[0])
+
 
 Handler = Callable[[Request], Awaitable[Response]]
 """Answers a request, or raises an error for `Routes.failure_response`."""
@@ -28,8 +64,6 @@ class Caller:
 
 
 class GatewayRoute(NamedTuple):
-    """One route."""
-
     method: str
     path: str
     handler: Handler
@@ -61,7 +95,7 @@ class Routes(ABC):
 
     def failure_response(self, request: Request, error: Exception) -> Response:
         """The answer to a failed request. The default is the form of the client's API."""
-        return apis.failure_response(request, error)
+        return failure_response(request, error)
 
     async def close(self) -> None:  # noqa: B027 (optional: most groups have nothing to close)
         """Ends the routes' work before the server ends."""

@@ -19,8 +19,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 from agentevo.agents.policy import AttemptSession, Policy
-from agentevo.api.loop.contents import check_id
-from agentevo.api.loop.errors import UnknownAttemptError
+from agentevo.api.loop.contents import Sealer, check_id
 from agentevo.api.loop.records import (
     Answers,
     EndedAgent,
@@ -30,8 +29,8 @@ from agentevo.api.loop.records import (
     ServiceRequest,
     Settled,
     SettledAgent,
+    UnknownAttemptError,
 )
-from agentevo.api.loop.seals import Sealer
 from agentevo.errors import BadRequestError, EngineUnavailableError
 from agentevo.inference.conversations.conversation import Conversation
 from agentevo.inference.remote_models import RemoteConversations
@@ -70,8 +69,6 @@ class _Elsewhere:
 
 
 class _AttemptUnderWay:
-    """One attempt."""
-
     def __init__(self, new: NewAttempt, policy: Policy) -> None:
         self.new = new
         self.policy = policy
@@ -224,7 +221,6 @@ class Attempts:
         return Answers(turns=turns, openings=openings, slept_s=conversation.slept_s)
 
     async def settle(self, handle: str) -> Settled:
-        """See LoopConnection.settle."""
         attempt = self._find(handle)
         agents = {
             agent: SettledAgent(turns=conversation.turns, received=conversation.received)

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
@@ -20,44 +21,101 @@ from urllib.parse import quote
 
 import httpx
 import msgspec
+import pydantic
 
 from agentevo.agents.policy import AttemptSession
+from agentevo.api.loop import records, wire
 from agentevo.api.loop.encoding import decode, encode
-from agentevo.api.loop.errors import ModelNotOpenError, UnknownAttemptError
 from agentevo.api.loop.group import Group
 from agentevo.api.loop.model import TrainableModel
-from agentevo.api.loop.program_parts import ProgramParts
-from agentevo.api.loop.records import (
-    Answers,
-    Checkpoint,
-    EndedAttempts,
-    ModelState,
-    NewAttempt,
-    OpenedService,
-    ServiceRequest,
-    Settled,
-    Submitted,
-    TrainedSubmission,
-)
 from agentevo.api.loop.tunnel import Tunnel, pinned_context
-from agentevo.api.loop.wire import (
-    NAME,
-    NOT_READY_STATUS,
-    PREFIX,
-    CreatedId,
-    ListedModel,
-    NewGroup,
-    OpenModel,
-    WireFailure,
-    error_of,
-)
-from agentevo.config.rewards import Reward
+from agentevo.config.remote_models import RemoteModelSection, name_problems
+from agentevo.config.rewards import Reward, read_rewards, reward_entry
 from agentevo.config.sources import plain_option
 from agentevo.errors import ConfigError, EngineUnavailableError, shown
-from agentevo.inference.remote_models import RemoteConversations
+from agentevo.inference.remote_models import RemoteConversations, RemoteModels
 from agentevo.inference.serving.address import EngineAddress
+from agentevo.rewards import RewardConfig
+from agentevo.runtime.console import to_stderr
 from agentevo.runtime.event_loop import in_thread
 from agentevo.runtime.seeds import derive_seed
+
+
+@dataclass(frozen=True)
+class ProgramParts:
+    """The parts that stay with a program when its model is on a server: its rewards, the remote
+    models that it calls, with their keys, and the agents that those play."""
+
+    rewards: tuple[RewardConfig, ...]
+    remote_models: RemoteModels
+    remote_agents: dict[str, str]
+    """The agents that a remote model plays, and which."""
+    agents: dict[str, Any]
+    """All other sections, as the server reads them."""
+
+    @classmethod
+    def read(
+        cls,
+        rewards: Sequence[Reward],
+        remote_models: Mapping[str, Any],
+        agents: Mapping[str, Any],
+    ) -> ProgramParts:
+        """Separates the parts from the sections of a recipe. Raises ConfigError with a line for
+        each problem."""
+        configs, problems = read_rewards([reward_entry(reward) for reward in rewards])
+        sections: dict[str, RemoteModelSection] = {}
+        for name, declared in remote_models.items():
+            try:
+                options = plain_option(declared, named=False)
+                sections[name] = RemoteModelSection.model_validate(options)
+            except pydantic.ValidationError as error:
+                problems += [
+                    f"remote_models.{name}.{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
+                    for wrong in error.errors()
+                ]
+
+        problems += name_problems(list(remote_models), "policy")
+        problems += [
+            f"remote_models.{name}.cache: answers are kept in a run's folder, which is on the "
+            "server: leave it out"
+            for name, section in sections.items()
+            if section.cache
+        ]
+        plain = {name: plain_option(agent, named=False) for name, agent in agents.items()}
+        problems += [
+            f"agents: {name!r} is also the name of a remote model, so clients could not "
+            f"distinguish them: rename one of them"
+            for name, config in plain.items()
+            if name in remote_models and not (_is_remote(config) and config["remote"] == name)
+        ]
+        played = {name: config["remote"] for name, config in plain.items() if _is_remote(config)}
+        problems += [
+            f"agents.{name}.remote: {model!r} is not in remote_models "
+            f"({', '.join(remote_models) or 'none'})"
+            for name, model in played.items()
+            if model not in remote_models
+        ]
+        problems += [
+            f"agents.{name}.remote: a remote model's agent has no other keys"
+            for name in played
+            if len(plain[name]) > 1
+        ]
+        if problems:
+            raise ConfigError("\n".join(f"Client.open_model: {line}" for line in problems))
+
+        own_agents = {name: config for name, config in plain.items() if name not in played}
+        return cls(configs, RemoteModels(sections), played, own_agents)
+
+    def close(self) -> None:
+        """Ends the remote models, and returns a report of their cost."""
+        for line in self.remote_models.account():
+            to_stderr(line)
+        self.remote_models.close()
+
+
+def _is_remote(section: Any) -> bool:
+    return isinstance(section, Mapping) and section.get("remote") is not None
+
 
 T = TypeVar("T")
 
@@ -113,9 +171,9 @@ class Client:
             await self._http.aclose()
             self._http = None
 
-    async def models(self) -> list[ListedModel]:
+    async def models(self) -> list[wire.ListedModel]:
         """The server's models, in order of their names."""
-        return await self.request("GET", "", kind=list[ListedModel])
+        return await self.request("GET", "", kind=list[wire.ListedModel])
 
     @asynccontextmanager
     async def open_model(
@@ -134,7 +192,7 @@ class Client:
 
         `rewards`, `remote_models` and the agents that they play belong to this program. It calls
         them itself. The server does not know them, so every program passes them again."""
-        if not re.fullmatch(NAME, name):
+        if not re.fullmatch(wire.NAME, name):
             raise ConfigError(
                 f"{shown(name)} is not a valid model name: use letters, digits, `-`, `_` and `.`"
             )
@@ -170,8 +228,8 @@ class Client:
         pause = FIRST_PAUSE_S
         while True:
             try:
-                answer = await self.http.request(method, PREFIX + path, content=content)
-                if answer.status_code == NOT_READY_STATUS:
+                answer = await self.http.request(method, wire.PREFIX + path, content=content)
+                if answer.status_code == wire.NOT_READY_STATUS:
                     ends = time.monotonic() + self._patience_s
                     pause = FIRST_PAUSE_S
                     continue
@@ -200,7 +258,7 @@ class Client:
 
 def _failure(answer: httpx.Response) -> Exception:
     try:
-        return error_of(decode(answer.content, WireFailure))
+        return wire.error_of(decode(answer.content, wire.WireFailure))
     except Exception:  # noqa: BLE001 (it is no server of ours)
         return EngineUnavailableError(
             f"{answer.request.url} answers {answer.status_code}: it is not a server that "
@@ -220,9 +278,9 @@ class _ServedModel:
         self._program = program
         self._seed = 0
 
-    async def open_model(self) -> ModelState:
-        body = OpenModel(sections=self._sections)
-        state = await self._client.request("POST", self._path, body, kind=ModelState)
+    async def open_model(self) -> records.ModelState:
+        body = wire.OpenModel(sections=self._sections)
+        state = await self._client.request("POST", self._path, body, kind=records.ModelState)
         self._seed = state.seed
         return state
 
@@ -230,28 +288,30 @@ class _ServedModel:
         """Sends a request to the model, and opens it again if the server was restarted."""
         try:
             return await self._client.request(method, self._path + path, body, kind=kind)
-        except ModelNotOpenError:
+        except records.ModelNotOpenError:
             await self.open_model()
             return await self._client.request(method, self._path + path, body, kind=kind)
 
-    async def state(self) -> ModelState:
-        return await self._ask("GET", "", kind=ModelState)
+    async def state(self) -> records.ModelState:
+        return await self._ask("GET", "", kind=records.ModelState)
 
     async def group(self, task_id: str, *, greedy: bool) -> str:
-        body = NewGroup(task_id=task_id, greedy=greedy)
-        return (await self._ask("POST", "/groups", body, kind=CreatedId)).id
+        body = wire.NewGroup(task_id=task_id, greedy=greedy)
+        return (await self._ask("POST", "/groups", body, kind=wire.CreatedId)).id
 
-    async def open(self, attempt: NewAttempt) -> OpenedService:
+    async def open(self, attempt: records.NewAttempt) -> records.OpenedService:
         new = msgspec.structs.replace(attempt, elsewhere=list(self._program.remote_models))
-        return await self._ask("POST", "/attempts", new, kind=OpenedService)
+        return await self._ask("POST", "/attempts", new, kind=records.OpenedService)
 
-    async def generate(self, attempt: OpenedService, ask: ServiceRequest) -> Answers:
-        return await self._of_attempt(attempt, "generate", ask, kind=Answers)
+    async def generate(
+        self, attempt: records.OpenedService, ask: records.ServiceRequest
+    ) -> records.Answers:
+        return await self._of_attempt(attempt, "generate", ask, kind=records.Answers)
 
-    def session(self, attempt: OpenedService, agent: str = "") -> AttemptSession:
+    def session(self, attempt: records.OpenedService, agent: str = "") -> AttemptSession:
         return AttemptSession(self._client.base(), attempt.keys[agent])
 
-    async def remote(self, attempt: OpenedService) -> RemoteConversations | None:
+    async def remote(self, attempt: records.OpenedService) -> RemoteConversations | None:
         if not self._program.remote_models:
             return None
         name = next(iter(attempt.names.values()))
@@ -262,39 +322,41 @@ class _ServedModel:
     def remote_agents(self) -> Mapping[str, str]:
         return self._program.remote_agents
 
-    async def settle(self, attempt: OpenedService) -> Settled:
-        return await self._of_attempt(attempt, "settle", {}, kind=Settled)
+    async def settle(self, attempt: records.OpenedService) -> records.Settled:
+        return await self._of_attempt(attempt, "settle", {}, kind=records.Settled)
 
-    async def end(self, attempt: OpenedService) -> EndedAttempts:
-        return await self._of_attempt(attempt, "end", {}, kind=EndedAttempts)
+    async def end(self, attempt: records.OpenedService) -> records.EndedAttempts:
+        return await self._of_attempt(attempt, "end", {}, kind=records.EndedAttempts)
 
     async def _of_attempt(
-        self, attempt: OpenedService, what: str, body: Any, *, kind: type[T]
+        self, attempt: records.OpenedService, what: str, body: Any, *, kind: type[T]
     ) -> T:
         path = f"{self._path}/attempts/{attempt.handle}/{what}"
         try:
             return await self._client.request("POST", path, body, kind=kind)
-        except ModelNotOpenError as error:  # its server was restarted, so the attempt is gone
-            raise UnknownAttemptError(str(error)) from error
+        except (
+            records.ModelNotOpenError
+        ) as error:  # its server was restarted, so the attempt is gone
+            raise records.UnknownAttemptError(str(error)) from error
 
-    async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
-        submitted = Submitted(groups=list(groups))
+    async def train(self, groups: Sequence[Group]) -> records.TrainedSubmission:
+        submitted = records.Submitted(groups=list(groups))
         while True:
-            named = await self._ask("POST", "/steps", submitted, kind=CreatedId)
+            named = await self._ask("POST", "/steps", submitted, kind=wire.CreatedId)
             try:
                 path = f"{self._path}/steps/{named.id}"
-                return await self._client.request("GET", path, kind=TrainedSubmission)
-            except ModelNotOpenError:
+                return await self._client.request("GET", path, kind=records.TrainedSubmission)
+            except records.ModelNotOpenError:
                 continue  # its server was restarted, and may not have trained on it
 
     async def save(self) -> None:
         await self._ask("POST", "/save", {}, kind=dict)
 
-    async def checkpoints(self) -> list[Checkpoint]:
-        return await self._ask("GET", "/checkpoints", kind=list[Checkpoint])
+    async def checkpoints(self) -> list[records.Checkpoint]:
+        return await self._ask("GET", "/checkpoints", kind=list[records.Checkpoint])
 
-    async def fetch(self, checkpoint: Checkpoint, name: str, to: Path) -> None:
-        url = f"{PREFIX}{self._path}/checkpoints/{checkpoint.step}/{quote(name)}"
+    async def fetch(self, checkpoint: records.Checkpoint, name: str, to: Path) -> None:
+        url = f"{wire.PREFIX}{self._path}/checkpoints/{checkpoint.step}/{quote(name)}"
         try:
             async with self._client.http.stream("GET", url) as answer:
                 if not answer.is_success:

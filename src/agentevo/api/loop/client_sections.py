@@ -244,33 +244,17 @@ def brings_template(config: RunConfig) -> bool:
 def only_from_the_hub(sections: Mapping[str, Any]) -> dict[str, Any]:
     """Checked sections in which org/name means the hub's model, and never a folder of that name in
     the server's current folder."""
-    checked = dict(sections)
-    for key in ("model", "reward_model"):
-        if key in checked:
-            checked[key] = _hub_model(checked[key])
-
-    algorithm = checked.get("algorithm")
-    if isinstance(algorithm, Mapping) and "reference_model" in algorithm:
-        reference = _hub_model(algorithm["reference_model"])
-        checked["algorithm"] = {**algorithm, "reference_model": reference}
-
-    agents = checked.get("agents")
-    if isinstance(agents, Mapping):
-        checked["agents"] = {
-            name: {**agent, "model": _hub_model(agent["model"])}
-            if isinstance(agent, Mapping) and "model" in agent
-            else agent
-            for name, agent in agents.items()
-        }
-
-    return checked
+    keys = {**KEYS, "agents": dict.fromkeys(sections.get("agents") or (), _AGENT)}
+    return {name: _with_hub_names(name, section, keys[name]) for name, section in sections.items()}
 
 
-def _hub_model(section: Any) -> Any:
-    if isinstance(section, Mapping) and "name" in section:
-        return {**section, "name": _hub_model(section["name"])}
-    is_hub_name = isinstance(section, str) and _HUB_NAME.fullmatch(section)
-    return f"{HUB}{section}" if is_hub_name else section
+def _with_hub_names(key: str, value: Any, keys: Mapping[str, Any] | Check | None) -> Any:
+    if isinstance(keys, Mapping) and isinstance(value, Mapping):
+        return {name: _with_hub_names(name, item, keys.get(name)) for name, item in value.items()}
+    if isinstance(keys, Mapping):
+        keys = keys.get(_NAMED.get(key, "name"))
+    is_model = keys is _check_model_name and isinstance(value, str)
+    return f"{HUB}{value}" if is_model and _HUB_NAME.fullmatch(value) else value
 
 
 def _texts(place: str, value: Any) -> Iterator[tuple[str, str]]:

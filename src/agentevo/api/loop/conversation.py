@@ -10,14 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from agentevo.agents.policy import AttemptSession, Policy
-from agentevo.api.loop.connection import LoopConnection
-from agentevo.api.loop.records import (
-    EndedAgent,
-    EndedAttempts,
-    OpenedService,
-    ServiceRequest,
-    Settled,
-)
+from agentevo.api.loop import records
 from agentevo.errors import EngineError, EngineUnavailableError
 from agentevo.inference.remote_models import RemoteConversations
 from agentevo.models.chat.answer_form import AnswerForm
@@ -28,14 +21,14 @@ from agentevo.types import Message, SamplingOverrides, Turn
 class RemoteAttempt:
     """The common part of its conversations: one running attempt."""
 
-    def __init__(self, connection: LoopConnection, opened: OpenedService) -> None:
+    def __init__(self, connection: records.LoopConnection, opened: records.OpenedService) -> None:
         self.connection = connection
         self.opened = opened
-        self.settled: Settled | None = None
+        self.settled: records.Settled | None = None
         """The work of its own clients; None without such clients."""
         self.sessions: list[AttemptSession] = []
         """The sessions of its own clients. Their posted rewards are known once it is settled."""
-        self.ended: EndedAttempts | None = None
+        self.ended: records.EndedAttempts | None = None
         self.conversations = {name: LoopConversation(self, name) for name in opened.names}
 
     async def settle(self) -> None:
@@ -46,7 +39,7 @@ class RemoteAttempt:
         for name, conversation in self.conversations.items():
             conversation.take(self.settled.agents[name].turns)
 
-    async def end(self) -> EndedAttempts:
+    async def end(self) -> records.EndedAttempts:
         """Ends it. Raises EngineUnavailableError."""
         if self.ended is None:
             self.ended = await self.connection.end(self.opened)
@@ -77,7 +70,6 @@ class LoopConversation:
 
     @property
     def received(self) -> list[int]:
-        """See Conversation.received."""
         settled = self.attempt.settled
         return sorted(self._turns) if settled is None else settled.agents[self.agent].received
 
@@ -90,9 +82,8 @@ class LoopConversation:
         form: AnswerForm | None = None,
         n: int = 1,
     ) -> list[Turn]:
-        """See Conversation.complete."""
         is_ids = bool(prompt) and isinstance(prompt[0], int)
-        ask = ServiceRequest(
+        ask = records.ServiceRequest(
             id=uuid.uuid4().hex,
             agent=self.agent,
             messages=None if is_ids else cast("list[Message]", list(prompt)),
@@ -120,7 +111,6 @@ class LoopConversation:
         self._turns |= {turn.index: turn for turn in turns}
 
     def opening(self, turn: Turn) -> str:
-        """See Conversation.opening."""
         return self._openings.get(turn.index, "")
 
     async def close(self) -> None:
@@ -143,13 +133,12 @@ class LoopConversation:
             self.broken = self.broken or EngineError(ended_agent.broken)
 
     @property
-    def ended_agent(self) -> EndedAgent | None:
+    def ended_agent(self) -> records.EndedAgent | None:
         """The record, once the attempt has ended."""
         ended_attempt = self.attempt.ended
         return None if ended_attempt is None else ended_attempt.agents[self.agent]
 
     def turns_to_record(self, rewards: Mapping[int, float]) -> list[Turn]:
-        """See Conversation.turns_to_record."""
         if self.ended_agent is None:
             return []
 
@@ -163,7 +152,6 @@ class LoopConversation:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """See Conversation.metrics."""
         return {} if self.ended_agent is None else self.ended_agent.metrics
 
 
@@ -203,6 +191,5 @@ class RemotePolicy(Policy):
         self._attempt = attempt
 
     async def settle(self) -> None:
-        """See Policy.settle."""
         if self._attempt.sessions:
             await self._attempt.settle()

@@ -9,20 +9,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from agentevo.agents.policy import AttemptSession
+from agentevo.api.loop import records
 from agentevo.api.loop.attempts import MARGIN_S
 from agentevo.api.loop.group import Group
 from agentevo.api.loop.model import TrainableModel
-from agentevo.api.loop.records import (
-    Answers,
-    Checkpoint,
-    EndedAttempts,
-    ModelState,
-    NewAttempt,
-    OpenedService,
-    ServiceRequest,
-    Settled,
-    TrainedSubmission,
-)
 from agentevo.api.loop.service import LoopService
 from agentevo.config import RunConfig, build_config, sources
 from agentevo.config.imports import check_code_of_run
@@ -61,7 +51,6 @@ class _OnTheRunsLoop:
         return self._own.turns_to_record()
 
     def metrics(self) -> dict[str, float]:
-        """See RemoteConversations.metrics."""
         return self._own.metrics()
 
 
@@ -71,13 +60,13 @@ class LocalConnection:
     def __init__(self, service: LoopService) -> None:
         self._service = service
 
-    async def state(self) -> ModelState:
+    async def state(self) -> records.ModelState:
         return await self._service.call(self._service.state())
 
     async def group(self, task_id: str, *, greedy: bool) -> str:
         return await self._service.call(self._service.group(task_id, greedy=greedy))
 
-    async def open(self, attempt: NewAttempt) -> OpenedService:
+    async def open(self, attempt: records.NewAttempt) -> records.OpenedService:
         service = self._service
         within_s = service.config.agent.timeout_s + 2 * MARGIN_S  # the longest that one may take
         try:
@@ -90,14 +79,16 @@ class LocalConnection:
                 f"rollout.max_attempts, and none ended within {within_s:g} s"
             ) from error
 
-    async def generate(self, attempt: OpenedService, ask: ServiceRequest) -> Answers:
+    async def generate(
+        self, attempt: records.OpenedService, ask: records.ServiceRequest
+    ) -> records.Answers:
         return await self._service.call(self._service.attempts.generate(attempt.handle, ask))
 
-    def session(self, attempt: OpenedService, agent: str = "") -> AttemptSession:
+    def session(self, attempt: records.OpenedService, agent: str = "") -> AttemptSession:
         attempts = self._service.attempts
         return self._service.call_now(lambda: attempts.session(attempt.handle, agent))
 
-    async def remote(self, attempt: OpenedService) -> RemoteConversations | None:
+    async def remote(self, attempt: records.OpenedService) -> RemoteConversations | None:
         if not self._service.config.remote_models:
             return None
         conversations = self._service.attempts.remote(attempt.handle)
@@ -108,22 +99,22 @@ class LocalConnection:
     def remote_agents(self) -> Mapping[str, str]:
         return remote_agents(self._service.config)
 
-    async def settle(self, attempt: OpenedService) -> Settled:
+    async def settle(self, attempt: records.OpenedService) -> records.Settled:
         return await self._service.call(self._service.attempts.settle(attempt.handle))
 
-    async def end(self, attempt: OpenedService) -> EndedAttempts:
+    async def end(self, attempt: records.OpenedService) -> records.EndedAttempts:
         return await self._service.call(self._service.attempts.end(attempt.handle))
 
-    async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
+    async def train(self, groups: Sequence[Group]) -> records.TrainedSubmission:
         return await self._service.call(self._service.train(groups))
 
     async def save(self) -> None:
         await self._service.call(self._service.save())
 
-    async def checkpoints(self) -> list[Checkpoint]:
+    async def checkpoints(self) -> list[records.Checkpoint]:
         return await self._service.call(self._service.checkpoints())
 
-    async def fetch(self, checkpoint: Checkpoint, name: str, to: Path) -> None:
+    async def fetch(self, checkpoint: records.Checkpoint, name: str, to: Path) -> None:
         def copy() -> None:
             shutil.copyfile(self._service.checkpoint_file(checkpoint.step, name), to)
 

@@ -11,9 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from agentevo.api.loop.connection import LoopConnection
 from agentevo.api.loop.group import Group
-from agentevo.api.loop.records import Checkpoint, ModelState, TrainedSubmission
+from agentevo.api.loop.records import Checkpoint, LoopConnection, ModelState, TrainedSubmission
 from agentevo.errors import ConfigError, UnusableCheckpointError
 from agentevo.models import checkpoint_manifest as manifest
 from agentevo.rewards import RewardConfig

@@ -1,17 +1,40 @@
 """The records between a program's loop and the run that it trains: over the network as JSON, in one
-process unchanged."""
+process unchanged.
+
+The connection from a program's own training loop to its run. The run is in this process
+(local.py) or behind a server (client.py).
+
+Failures that only a program's own loop meets.
+"""
 
 from __future__ import annotations
 
 import uuid
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 
+from agentevo.agents.policy import AttemptSession
 from agentevo.agents.posted_rewards import PostedReward
 from agentevo.api.loop.group import Group
+from agentevo.errors import AgentEvoError, EngineUnavailableError
+from agentevo.inference.remote_models import RemoteConversations
 from agentevo.models.chat.answer_form import AnswerForm
 from agentevo.types import Message, SamplingOverrides, Turn
+
+
+class SealError(AgentEvoError):
+    """Submitted groups have tokens that the run's engine did not sample."""
+
+
+class UnknownAttemptError(EngineUnavailableError):
+    """An attempt is not running: the server was restarted, or ended it."""
+
+
+class ModelNotOpenError(EngineUnavailableError):
+    """A server has not opened the model: it was restarted, or has closed it."""
 
 
 class ModelState(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,8 +62,6 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """The attempt to start."""
-
     task_id: str
     group_id: str
     number: int
@@ -117,12 +138,10 @@ class EndedAgent(msgspec.Struct, frozen=True, kw_only=True):
     broken: str | None
     """The engine's failure, if there was one."""
     seal: str
-    """Proves that the engine sampled `turns` in this attempt (seals.py)."""
+    """Proves that the engine sampled `turns` in this attempt (contents.py)."""
 
 
 class EndedAttempts(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of an attempt."""
-
     agents: dict[str, EndedAgent]
 
 
@@ -154,3 +173,46 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True):
     """Groups for one step."""
 
     groups: list[Group]
+
+
+class LoopConnection(Protocol):
+    """A loop's requests to its run. Every call has a deadline. A repeated call has no second
+    effect."""
+
+    async def state(self) -> ModelState: ...
+
+    async def group(self, task_id: str, *, greedy: bool) -> str:
+        """The id of a new group of attempts at a task."""
+
+    async def open(self, attempt: NewAttempt) -> OpenedService:
+        """Starts an attempt. An attempt without requests for a long time ends by itself."""
+
+    async def generate(self, attempt: OpenedService, ask: ServiceRequest) -> Answers: ...
+
+    def session(self, attempt: OpenedService, agent: str = "") -> AttemptSession:
+        """The attempt's session at the gateway, for other API clients; With several
+        agents, each has its own session, which `agent` names."""
+
+    async def remote(self, attempt: OpenedService) -> RemoteConversations | None:
+        """The attempt's conversations with remote models, if there are any."""
+
+    @property
+    def remote_agents(self) -> Mapping[str, str]:
+        """Agent -> the remote model that plays it."""
+
+    async def settle(self, attempt: OpenedService) -> Settled:
+        """The turns and posted rewards of the attempt's API clients so far."""
+
+    async def end(self, attempt: OpenedService) -> EndedAttempts:
+        """Ends the attempt, which then accepts no further calls."""
+
+    async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
+        """Trains one step, and returns when the step is committed."""
+
+    async def save(self) -> None:
+        """Saves a checkpoint of the committed weights."""
+
+    async def checkpoints(self) -> list[Checkpoint]: ...
+
+    async def fetch(self, checkpoint: Checkpoint, name: str, to: Path) -> None:
+        """Copies one file of a checkpoint."""

@@ -157,8 +157,6 @@ class AsyncRollout(Rollout):
 
 
 class _MadeAttempt:
-    """An attempt that has ended."""
-
     def __init__(
         self, trajectories: list[Trajectory], seals: Mapping[str, str], unrewarded: set[str]
     ) -> None:

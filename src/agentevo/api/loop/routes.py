@@ -29,18 +29,10 @@ from starlette.responses import FileResponse
 from agentevo.agents.gateway.body import json_response, read_body
 from agentevo.agents.gateway.refusals import Refusal
 from agentevo.agents.gateway.routes import Caller, GatewayRoute, Routes
+from agentevo.api.loop import wire
 from agentevo.api.loop.encoding import decode, encode
 from agentevo.api.loop.records import NewAttempt, ServiceRequest, Submitted
 from agentevo.api.loop.service import CLOSE_S, LoopService
-from agentevo.api.loop.wire import (
-    NOT_READY_STATUS,
-    PREFIX,
-    WAIT_S,
-    CreatedId,
-    NewGroup,
-    OpenModel,
-    failure_of,
-)
 from agentevo.errors import EngineUnavailableError
 from agentevo.inference.serving.secret import RunSecret
 from agentevo.runtime.event_loop import in_thread
@@ -74,17 +66,19 @@ class _Call(NamedTuple):
     ask again."""
 
 
-async def _new_group(service: LoopService, names: Mapping[str, str], new: NewGroup) -> CreatedId:
-    return CreatedId(id=await service.group(new.task_id, greedy=new.greedy))
+async def _new_group(
+    service: LoopService, names: Mapping[str, str], new: wire.NewGroup
+) -> wire.CreatedId:
+    return wire.CreatedId(id=await service.group(new.task_id, greedy=new.greedy))
 
 
 _CALLS = (
     _Call("GET", "", lambda run, names, body: run.state()),
-    _Call("POST", "/groups", _new_group, NewGroup),
+    _Call("POST", "/groups", _new_group, wire.NewGroup),
     _Call(
         "POST",
         "/attempts",
-        lambda run, names, new: run.attempts.open(new, has_session=True, within_s=WAIT_S),
+        lambda run, names, new: run.attempts.open(new, has_session=True, within_s=wire.WAIT_S),
         NewAttempt,
         is_long=True,
     ),
@@ -116,7 +110,7 @@ _CALLS = (
 class LoopRoutes(Routes):
     """See the module and agents/gateway/routes.py."""
 
-    prefixes = (PREFIX,)
+    prefixes = (wire.PREFIX,)
     close_s = CLOSE_S
 
     def __init__(self, server: LoopServer, secret: RunSecret) -> None:
@@ -125,8 +119,8 @@ class LoopRoutes(Routes):
         self._secret = secret
 
     def table(self) -> Iterator[GatewayRoute]:
-        model = PREFIX + "/{name}"
-        yield GatewayRoute("GET", PREFIX, self._models)
+        model = wire.PREFIX + "/{name}"
+        yield GatewayRoute("GET", wire.PREFIX, self._models)
         yield GatewayRoute("POST", model, self._open)
         yield GatewayRoute("POST", f"{model}/close", self._close)
         yield GatewayRoute("POST", f"{model}/save", self._save)
@@ -144,8 +138,8 @@ class LoopRoutes(Routes):
 
     def failure_response(self, request: Request, error: Exception) -> Response:
         if type(error) is TimeoutError:
-            return Response(status_code=NOT_READY_STATUS)
-        status, failure = failure_of(error)
+            return Response(status_code=wire.NOT_READY_STATUS)
+        status, failure = wire.failure_of(error)
         return json_response(failure, status)
 
     async def close(self) -> None:
@@ -157,7 +151,7 @@ class LoopRoutes(Routes):
     async def _open(self, request: Request) -> Response:
         server = self._server
         name = request.path_params["name"]
-        opened = await _read(request, OpenModel)
+        opened = await _read(request, wire.OpenModel)
         digest = encode(opened).decode()
         await server.job((name, "open", digest), lambda: server.open(name, opened.sections))
         return await self._call(_CALLS[0], request)
@@ -178,7 +172,7 @@ class LoopRoutes(Routes):
         run = self._run(request)
         content = await read_body(request, MAX_GROUPS, of="of a submission", within_s=GROUPS_S)
         submitted = await in_thread(decode, content, Submitted)
-        return json_response(CreatedId(id=await run.call(run.submit(submitted.groups))))
+        return json_response(wire.CreatedId(id=await run.call(run.submit(submitted.groups))))
 
     async def _file(self, request: Request) -> Response:
         run = self._run(request)
@@ -195,7 +189,7 @@ class LoopRoutes(Routes):
             return await call.work(run, request.path_params, body)
 
         if call.is_long:
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(wire.WAIT_S):
                 return json_response(await run.call(work()))
 
         try:

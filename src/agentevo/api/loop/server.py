@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from agentevo.agents.gateway.gateway import Gateway
 from agentevo.api.loop.client_sections import brings_template, check_sections, only_from_the_hub
-from agentevo.api.loop.errors import ModelNotOpenError
 from agentevo.api.loop.local import loop_config
+from agentevo.api.loop.records import ModelNotOpenError
 from agentevo.api.loop.routes import LoopRoutes
 from agentevo.api.loop.service import LoopService
 from agentevo.api.loop.wire import NAME, WAIT_S, ListedModel

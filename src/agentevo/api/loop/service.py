@@ -20,13 +20,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agentevo.agents.policy import Policy, PolicyGateway
+from agentevo.api.loop import records
 from agentevo.api.loop.attempts import Attempts
 from agentevo.api.loop.calls import Calls
-from agentevo.api.loop.contents import check_id, check_outcome, check_task
-from agentevo.api.loop.errors import ModelNotOpenError
+from agentevo.api.loop.contents import Sealer, check_id, check_outcome, check_task
 from agentevo.api.loop.group import Group, baseline_name
-from agentevo.api.loop.records import Checkpoint, ModelState, NewAttempt, TrainedSubmission
-from agentevo.api.loop.seals import Sealer
 from agentevo.api.loop.wire import error_of, failure_of
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import by_rank, trained_agents
@@ -229,7 +227,6 @@ class LoopService:
         )
 
     async def note_open(self, parts: Components) -> None:
-        """See Host.note_open."""
         config = self.config
         self._parts = parts
         self._sampler = Sampler(
@@ -259,25 +256,23 @@ class LoopService:
         self._opened.set_result(None)
 
     async def closing(self, failure: BaseException | None) -> None:
-        """See Host.closing."""
         self._failure = failure
         await self.attempts.close()
         self._calls.close()
         self._sampler.close()
 
-    def _policy(self, new: NewAttempt, name: str) -> Policy:
+    def _policy(self, new: records.NewAttempt, name: str) -> Policy:
         temperature = 0.0 if new.greedy else self.config.sampling.temperature
         return self._sampler.policy(name, temperature)
 
     def note_commit(self, submission: str, step: int) -> None:
-        """See Host.note_commit."""
         self._steps[submission] = self._step = step
 
     # What follows happens on the run's event loop.
 
-    async def state(self) -> ModelState:
+    async def state(self) -> records.ModelState:
         config = self.config
-        return ModelState(
+        return records.ModelState(
             name=config.run.name,
             step=self._step,
             group_size=config.trainer.group_size,
@@ -299,8 +294,7 @@ class LoopService:
         count = self._group_counts[name]
         return name if count == 1 else f"{name}.{count}"
 
-    async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
-        """See LoopConnection.train."""
+    async def train(self, groups: Sequence[Group]) -> records.TrainedSubmission:
         name = await self.submit(groups)
         return await self.wait_for_training(name)
 
@@ -339,16 +333,16 @@ class LoopService:
         """Whether this submission has become a step, or is about to."""
         return name in self._steps or self._submissions.has(name)
 
-    async def wait_for_training(self, name: str) -> TrainedSubmission:
+    async def wait_for_training(self, name: str) -> records.TrainedSubmission:
         """The result of a submission, once it is committed."""
         if name not in self._steps:
             if not self._submissions.has(name):
-                raise ModelNotOpenError("this submission is unknown here: submit it again")
+                raise records.ModelNotOpenError("this submission is unknown here: submit it again")
             await asyncio.shield(self._submissions.future(name))
 
         (record, *_) = await self._parts.store.steps(after=self._steps[name] - 1)
         dropped = StepPlan.of(record.step, record.record).dropped
-        return TrainedSubmission(
+        return records.TrainedSubmission(
             step=record.step,
             metrics=record.record["metrics"],
             dropped={name: reason for reason, names in dropped.items() for name in names},
@@ -384,14 +378,12 @@ class LoopService:
                 )
 
     async def save(self) -> None:
-        """See LoopConnection.save."""
         await self._submissions.save_checkpoint()
 
-    async def checkpoints(self) -> list[Checkpoint]:
-        """See LoopConnection.checkpoints."""
+    async def checkpoints(self) -> list[records.Checkpoint]:
         return await in_thread(self._checkpoints)
 
-    def _checkpoints(self) -> list[Checkpoint]:
+    def _checkpoints(self) -> list[records.Checkpoint]:
         folder = Checkpoints(self.config.run_dir / "checkpoints", self.config.checkpoint.keep_last)
         checkpoints = []
         for step in folder.steps():
@@ -399,7 +391,7 @@ class LoopService:
             with suppress(OSError, CheckpointError):  # a newer one has just replaced it
                 names = [*manifest.read(path).files, manifest.NAME]
                 sizes = {name: (path / name).stat().st_size for name in names}
-                checkpoints.append(Checkpoint(step=step, files=sizes))
+                checkpoints.append(records.Checkpoint(step=step, files=sizes))
 
         return checkpoints
 

@@ -9,7 +9,7 @@ import msgspec
 
 from agentevo import errors
 from agentevo.agents.gateway.refusals import Refusal, refusal_of
-from agentevo.api.loop.errors import ModelNotOpenError, SealError, UnknownAttemptError
+from agentevo.api.loop.records import ModelNotOpenError, SealError, UnknownAttemptError
 from agentevo.errors import AgentEvoError, EngineUnavailableError
 
 PREFIX = "/loop/v1/models"
@@ -28,8 +28,6 @@ class OpenModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """The task of a group."""
-
     task_id: str
     greedy: bool = False
 
@@ -41,8 +39,6 @@ class CreatedId(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on a server."""
-
     name: str
     is_open: bool
 

@@ -20,7 +20,7 @@ from typing import Any
 from agentevo.data.conversation import check_text, conversation_of
 from agentevo.data.row_report import RowError, RowReport
 from agentevo.data.rows import SourceRow, json_value, read_rows, skip_blank
-from agentevo.data.traces import anthropic_logs, openai_logs, opentelemetry
+from agentevo.data.traces import api_logs, opentelemetry
 from agentevo.data.traces.call import RecordedCall
 from agentevo.errors import ConfigError
 
@@ -83,10 +83,10 @@ def _read(
         opentelemetry.add_spans(spans, row.where, row.value)
         return []
 
-    if form == "anthropic" or (form == "auto" and anthropic_logs.is_anthropic(row.value)):
-        return anthropic_logs.calls_of(row.where, row.value)
+    if form == "anthropic" or (form == "auto" and api_logs.is_anthropic(row.value)):
+        return api_logs.anthropic_calls(row.where, row.value)
 
-    return openai_logs.calls_of(row.where, row.value)
+    return api_logs.calls_of(row.where, row.value)
 
 
 @contextmanager

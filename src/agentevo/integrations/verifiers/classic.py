@@ -90,7 +90,6 @@ class ClassicWorld:
         return tasks
 
     async def play(self, task: Task, policy: Policy) -> Outcome:
-        """See VerifiersWorld.play."""
         row = copy.deepcopy(self._rows[task.id])
         base_url = policy.base_url
         api_key = policy.api_key

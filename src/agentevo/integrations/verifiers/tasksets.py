@@ -65,7 +65,6 @@ class TasksetWorld:
         ], []
 
     async def play(self, task: Task, policy: Policy) -> Outcome:
-        """See VerifiersWorld.play."""
         row = self._rows[task.id]
         client = EvalClientConfig(
             base_url=policy.base_url, api_key_var="", headers={SESSION: policy.api_key}

@@ -25,9 +25,8 @@ from agentevo.config.routing import without_routing
 from agentevo.config.sections import RunSection
 from agentevo.config.tasks import TasksSection
 from agentevo.errors import ConfigError, storable
-from agentevo.rewards.answer_reward import stated_answer
 from agentevo.rewards.answer_texts import place_of
-from agentevo.rewards.reward import completion_of
+from agentevo.rewards.reward import completion_of, stated_answer
 from agentevo.rollout.given_tasks import read_tasks
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.scoring import Scoring
@@ -123,7 +122,7 @@ async def _sampler(
     contestant: Contestant, config: RunConfig, note: Callable[[str], None]
 ) -> AsyncIterator[Sampler]:
     if contestant.remote is not None:
-        from agentevo.rollout.remote_sampler import RemoteSampler
+        from agentevo.rollout.sampler import RemoteSampler
         from agentevo.runs.orchestration.players import find_agent
 
         agent = find_agent(config, None)

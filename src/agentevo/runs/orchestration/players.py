@@ -8,7 +8,7 @@ from functools import partial
 
 from agentevo.agents import AgentFunction, FunctionAgent, make_agent
 from agentevo.agents.environment_agent import demonstrate, first_messages
-from agentevo.agents.solo_environment import SoloEnvironment
+from agentevo.agents.environment_thread import SoloEnvironment
 from agentevo.agents.task_agent import asks_once, check_agent_names
 from agentevo.config import EnvironmentAgentSection, RunConfig
 from agentevo.config.algorithm_functions import check_names
@@ -19,8 +19,8 @@ from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.inference.remote_models.model import check_keys
 from agentevo.rewards.answer_texts import references
 from agentevo.rollout.given_tasks import GivenTasks
-from agentevo.rollout.questions import SelfPlayAgent, make_family
 from agentevo.rollout.scoring import Scoring
+from agentevo.rollout.self_play import SelfPlayAgent, make_family
 from agentevo.rollout.task_source import TaskSource
 from agentevo.rollout.tasks import environment_seed
 from agentevo.runs.orchestration.refusals import Refusals

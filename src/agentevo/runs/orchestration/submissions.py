@@ -21,7 +21,7 @@ from agentevo.config import RunConfig
 from agentevo.errors import ConfigError, TrainingError, describe_error
 from agentevo.inference.engine import SleepingEngine
 from agentevo.inference.weights.transports import shares
-from agentevo.rollout.unstorable import write_storable
+from agentevo.rollout.group import write_group
 from agentevo.runs.orchestration.batch_sources import RolloutBatches
 from agentevo.runs.orchestration.collect import Collected
 from agentevo.runs.orchestration.components import Components
@@ -246,13 +246,8 @@ class SubmittedRollouts:
         await with_retries(
             lambda: store.add_tasks(tasks, queue=False), within_s=STORE_RETRY_S, what="add_tasks"
         )
-        trajectories = await write_storable(
-            self.submissions.current.trajectories,
-            lambda storable: with_retries(
-                lambda: store.write_trajectories(storable, split="train", step=step),
-                within_s=STORE_RETRY_S,
-                what="write_trajectories",
-            ),
+        trajectories = await write_group(
+            store, self.submissions.current.trajectories, split="train", step=step
         )
         return RolloutRound(trajectories)
 
