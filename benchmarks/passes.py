@@ -1,11 +1,12 @@
 """What the embedded engine's choices for a CPU are worth on this machine:
-`models/compute/fused.py` and `models/compute/cpu_kernels.py`.
+`models/compute/fused.py`, `models/compute/cpu_kernels.py`, and FEW_QUERIES and FEW_SCORES of
+`inference/embedded/cache_attention.py`.
 
     .venv/bin/python benchmarks/passes.py
 
 Prints milliseconds of one forward pass of SmolLM2-135M without attention, by number of tokens,
 through its own layers and through `FusedLayer`; then microseconds of one layer's attention by
-number of query rows, through matrix products and through our own kernels.
+number of query rows, through matrix products, through weighted sums, and through our own kernels.
 Medians of alternating repetitions.
 """
 
@@ -102,24 +103,32 @@ def attention() -> None:
             new = torch.randn(sequences * tokens, KV_HEADS, HEAD_DIM)
 
             def run(
-                own: bool,
+                few: int,
+                own: bool = False,
                 plan: CacheAttention = plan,
                 query: torch.Tensor = query,
                 new: torch.Tensor = new,
             ) -> None:
+                cache_attention.FEW_QUERIES = cache_attention.FEW_SCORES = few
                 cache_attention.cpu_kernels = cpu_kernels if own else lambda: None
                 plan._calls = 0  # another pass
                 for _ in range(LAYERS):
                     plan.attend(query, new, new, 0.125, None, None)
 
-            products, kernels = (
+            products, sums, kernels = (
                 1e6 * seconds / LAYERS
-                for seconds in medians([lambda run=run: run(False), lambda run=run: run(True)])
+                for seconds in medians(
+                    [
+                        lambda run=run: run(0),
+                        lambda run=run: run(10**6),
+                        lambda run=run: run(0, own=True),
+                    ]
+                )
             )
             rows = tokens * QUERY_HEADS // KV_HEADS
             print(
                 f"{sequences} x {keys} keys, {rows:3d} query rows: products {products:6.0f} us, "
-                f"own kernels {kernels:6.0f} us",
+                f"weighted sums {sums:6.0f} us, own kernels {kernels:6.0f} us",
                 flush=True,
             )
 

@@ -3,7 +3,6 @@ and the rows of attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -152,11 +151,13 @@ def _rows(
     starts: np.ndarray,
     counts: np.ndarray,
     lengths: np.ndarray,
-    tensor: Callable[[np.ndarray], torch.Tensor],
+    tensor: object,
     num_slots: int,
 ) -> CacheRows:
     """The attention rows of one bucket. `lengths`: the number of keys in each slot after the
     step."""
+    assert callable(tensor)
+
     first = int(slots[bucket[0]])
     last = int(slots[bucket[-1]])
     num_slots_spanned = last - first + 1

@@ -3,7 +3,8 @@ against a shared prefix.
 
     build_batch (batch.py) -> CacheAttention: CacheRows, sequences of like length with one prefix
     attend, per layer      -> _write: new keys and values into their slots
-                           -> _attend_by_own_kernels, _attend_in_order: on a CPU in float32
+                           -> _attend_by_own_kernels, _attend_few_in_order, _attend_many_in_order:
+                              on a CPU in float32, in order
                            -> _attend_fused: elsewhere, with PyTorch's own attention
 
 Letters in shapes: T new tokens of the step, B sequences, Q queries of a sequence, K keys, H heads,
@@ -23,7 +24,10 @@ that share the prefix (tests/inference/test_batch_invariance.py).
     own kernels   (`models/compute/cpu_kernels.py`) for any number of queries, with or without a
                   prefix. Not if scores are capped, or if a head's size is not a multiple of a
                   vector's.
-    elsewhere     Matrix products, one sequence and key-value head after the other.
+    few queries   Matrix products, one per sequence and head, would be smaller than their overhead.
+                  Scores are sums of key rows weighted by the query, and outputs are sums of value
+                  rows weighted by attention. One call computes all of them.
+    many          Matrix products, one sequence and key-value head after the other.
 
 Elsewhere the log-sum-exp joins the two parts of the softmax (cascade attention), and the last
 digits do depend on the other sequences of the step.
@@ -45,10 +49,16 @@ from agentevo.inference.embedded.kv_cache import (
     num_blocks,
 )
 from agentevo.models.compute.cpu_kernels import WHOLE, CpuKernels, KernelCache, Prefix, cpu_kernels
-from agentevo.models.compute.linear import ORDERED, available, product
+from agentevo.models.compute.linear import ORDERED, available, product, weighted_sums
 from agentevo.models.compute.routers import Routing
 
 NEG_INF = float("-inf")
+FEW_QUERIES = 16
+"""For at most this many queries of a sequence and key-value head, weighted sums are faster than
+matrix products on a CPU (`benchmarks/passes.py`)."""
+FEW_SCORES = 8192
+"""Weighted sums are also faster for more queries over few keys: at most this many scores of a
+sequence and key-value head."""
 BLOCK_SCORES = 512 * 1024
 """The number of scores that are computed at once, so that they fit into the processor's cache."""
 FEWEST_KEYS = 32
@@ -114,6 +124,27 @@ def _softmax(scores: torch.Tensor) -> torch.Tensor:
     return torch.softmax(scores, dim=-1)
 
 
+class TableRows(NamedTuple):
+    """The rows of the key and value buffers that each query sums, as flat lists of row numbers with
+    their starts, int32. The buffers are seen as tables [slots * Hkv * blocks * D, KEY_BLOCK] and
+    [slots * Hkv * (capacity + scratch), D]."""
+
+    keys: torch.Tensor
+    key_starts: torch.Tensor
+    values: torch.Tensor
+    value_starts: torch.Tensor
+
+
+def _flat(lists: torch.Tensor) -> torch.Tensor:
+    """The lists concatenated, in the form that embedding_bag takes."""
+    return lists.to(torch.int32).view(-1)
+
+
+def _starts(lists: torch.Tensor) -> torch.Tensor:
+    """Where each row of `lists` [n, size] starts in the flattened tensor."""
+    return torch.arange(0, lists.numel(), lists.shape[1], dtype=torch.int32)
+
+
 class Stretch(NamedTuple):
     """The new tokens of one sequence in a step."""
 
@@ -158,11 +189,20 @@ class CacheRows:
     started together."""
     _masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
     _stretch_masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
+    _tables: dict[tuple[int, ...], TableRows] = field(default_factory=dict)
 
     @property
     def prefix(self) -> int:
         """P, the number of tokens of the segment; 0 without a segment."""
         return 0 if self.segment is None else len(self.segment.ids)
+
+    def uses_weighted_sums(self, repeat: int) -> bool:
+        """Whether weighted sums are used when there are `repeat` queries per token and key-value
+        head."""
+        num = self.tokens.shape[1] * repeat
+        if self.segment is not None:
+            return num <= repeat  # the capacity of the scratch rows
+        return num <= FEW_QUERIES or num * self.max_length <= FEW_SCORES
 
     @property
     def slot_index(self) -> slice | torch.Tensor:
@@ -200,6 +240,42 @@ class CacheRows:
             query = torch.arange(stretch.length - stretch.num_tokens, stretch.length)
             self._stretch_masks[window, index] = _additive(key, query, window, torch.float32)
         return self._stretch_masks[window, index]
+
+    def table_rows(
+        self, groups: int, num_queries: int, dim: int, blocks_each: int, places: int
+    ) -> TableRows:
+        """The rows that each of `num_queries` queries per key-value head sums: D rows of every key
+        block of its head (one per number of the query), then one row per value. If there is a
+        prefix, the first value row is its part, at the end of the head's `places`. Cached for all
+        layers with the same heads."""
+        shape = (groups, num_queries, dim, blocks_each, places)
+        if shape not in self._tables:
+            # The index of a query's key-value head among the heads of all slots.
+            heads = (self.slots[:, None] * groups + torch.arange(groups)).view(-1)  # [B * G]
+            heads = heads.repeat_interleave(num_queries)  # [B * G * Q]
+            # Keys are stored in blocks [D, KEY_BLOCK]: D consecutive rows per block.
+            blocks = heads[:, None] * blocks_each + torch.arange(num_blocks(self.max_length))
+            in_keys = blocks.view(-1, 1) * dim + torch.arange(dim)
+
+            # Values are stored one after the other, `places` rows per head.
+            in_values = heads[:, None] * places + torch.arange(self.max_length)
+            # A sum ends wherever a stretch of ORDERED positions does.
+            ends = torch.tensor(
+                range(ORDERED - self.prefix % ORDERED, self.max_length, ORDERED), dtype=torch.int64
+            )
+            if self.segment is not None:
+                query_index = torch.arange(num_queries).repeat(len(heads) // num_queries)
+                scratch = (heads + 1) * places - num_queries + query_index
+                in_values = torch.cat([scratch[:, None], in_values], dim=1)
+                ends = ends + 1
+
+            first = torch.arange(0, in_values.numel(), in_values.shape[1])
+            starts = torch.cat([first[:, None], first[:, None] + ends], dim=1)
+            self._tables[shape] = TableRows(
+                _flat(in_keys), _starts(in_keys), _flat(in_values), _flat(starts)
+            )
+
+        return self._tables[shape]
 
 
 def _additive(
@@ -250,7 +326,7 @@ class CacheAttention:
         groups = k.shape[1]
         repeat = num_heads // groups
         in_order = available() and q.device.type == "cpu" and q.dtype == torch.float32
-        keys, values = self.cache.layer(layer, k)
+        keys, values = self.cache.layer(layer, k, scratch=repeat if in_order else 0)
         own_kernels = _own_kernels(keys, values, softcap) if in_order else None
         view = _Layer(layer, keys, values, scaling, window, softcap, own_kernels)
 
@@ -263,8 +339,10 @@ class CacheAttention:
         q = q.reshape(num_tokens, groups, repeat, dim)
         # 2. Every token attends to its own sequence. Without prompts in the step, no queries are
         # gathered.
-        if not in_order and len(self.rows) == 1 and self.rows[0].is_one_query_each:
-            return _attend_fused(self.rows[0], q, view).reshape(num_tokens, num_heads, dim)
+        attended = _attend_few_in_order if in_order else _attend_fused
+        straight = own_kernels is None and len(self.rows) == 1 and self.rows[0].is_one_query_each
+        if straight and (not in_order or repeat <= FEW_QUERIES):
+            return attended(self.rows[0], q, view).reshape(num_tokens, num_heads, dim)
 
         out = torch.empty_like(q)
         for rows in self.rows:
@@ -273,15 +351,15 @@ class CacheAttention:
                 _attend_by_own_kernels(rows, q, view, out)
                 continue
 
-            if in_order:
-                _attend_in_order(rows, q, view, out)
+            if in_order and not rows.uses_weighted_sums(repeat):
+                _attend_many_in_order(rows, q, view, out)
                 continue
 
             # Queries by key-value head, padded to Q per sequence: [B, G, Q * R, D].
             batch = len(rows.tokens)
             q_rows = q[rows.tokens.reshape(-1)].view(batch, num_queries, groups, repeat, dim)
             q_rows = q_rows.transpose(1, 2).reshape(batch, groups, -1, dim)
-            part = _attend_fused(rows, q_rows, view)
+            part = attended(rows, q_rows, view)
             # Back to one row per token, without the padding.
             part = part.view(batch, groups, num_queries, repeat, dim).transpose(1, 2)
             out[rows.take_tokens] = part.reshape(-1, groups, repeat, dim)[rows.take_rows]
@@ -310,7 +388,7 @@ class _Layer(NamedTuple):
     keys: torch.Tensor
     """[slots, G, blocks, D, KEY_BLOCK]"""
     values: torch.Tensor
-    """[slots, G, capacity, D]"""
+    """[slots, G, capacity + scratch, D]"""
     scaling: float
     """The factor of the scores."""
     window: int | None
@@ -354,6 +432,56 @@ def _attend_by_own_kernels(
     )
 
 
+def _attend_few_in_order(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
+    """Attention of few queries per sequence and head, q [B, G, N, D] with N = Q * R, in order.
+    Scores are sums of key rows weighted by the query's numbers, and outputs are sums of value rows
+    weighted by attention. For a prefix, both are matrix products for all queries of a key-value
+    head together. The prefix's part of the output is the first row of the sum, with weight 1."""
+    batch, groups, num, dim = q.shape
+    length = rows.max_length
+    prefix = rows.prefix
+    keys = layer.keys
+    values = layer.values
+    places = values.shape[2]
+    q = q * layer.scaling
+    tables = rows.table_rows(groups, num, dim, keys.shape[2], places)
+    per_block = q.unsqueeze(3).expand(-1, -1, -1, num_blocks(length), -1)
+    scores = weighted_sums(keys.view(-1, KEY_BLOCK), tables.keys, tables.key_starts, per_block)
+    scores = scores.view(batch, groups, num, -1)[..., :length]
+    if rows.segment is not None:
+        of_prefix = q.new_empty(groups, batch, num, prefix)
+        for head, k in enumerate(rows.segment.keys_of(layer.call)):
+            of_prefix[head] = _product(q[:, head].reshape(-1, dim), k).view(batch, num, prefix)
+        scores = torch.cat([of_prefix.transpose(0, 1), scores], dim=-1)
+
+    mask = rows.mask(layer.window, num // rows.tokens.shape[1], q.dtype)
+    weights = _softmax(_mask_scores(scores, mask, layer.softcap))
+    prefix_sums = None  # sums over the prefix's complete stretches
+    if rows.segment is not None:
+        ends = prefix // ORDERED * ORDERED
+        prefix_sums = q.new_zeros(q.shape) if ends else None
+        for head, v in enumerate(rows.segment.values[layer.call]):
+            of_head = weights[:, head, :, :prefix].reshape(-1, prefix)
+            rest = _product(of_head[:, ends:], v[ends:].t()) if ends < prefix else q.new_zeros(())
+            values[rows.slot_index, head, places - num :] = rest.expand(batch * num, dim).view(
+                batch, num, dim
+            )
+            if prefix_sums is not None:
+                prefix_sums[:, head] = _multiply_in_order(of_head[:, :ends], v[:ends]).view(
+                    batch, num, dim
+                )
+
+        weights = torch.nn.functional.pad(weights[..., prefix:], (1, 0), value=1.0)
+
+    sums = weighted_sums(values.view(-1, dim), tables.values, tables.value_starts, weights)
+    stretches = sums.view(*q.shape[:3], -1, dim).unbind(3)
+    out = stretches[0] if prefix_sums is None else prefix_sums + stretches[0]
+    for stretch in stretches[1:]:
+        out = out + stretch
+
+    return out
+
+
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight.T for x [rows, in] and weight [out, in]. Every row of x is summed in the same
     order, also if it is the only one."""
@@ -369,8 +497,10 @@ def _multiply_in_order(weights: torch.Tensor, values: torch.Tensor) -> torch.Ten
     return out
 
 
-def _attend_in_order(rows: CacheRows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -> None:
-    """Attention by matrix products, in order: q [T, G, R, D] of the whole step, into
+def _attend_many_in_order(
+    rows: CacheRows, q: torch.Tensor, layer: _Layer, out: torch.Tensor
+) -> None:
+    """Attention of many queries per sequence, in order: q [T, G, R, D] of the whole step, into
     `out` of the same shape. Each matrix product covers one key-value head of a stretch, and as many
     queries as keep the scores in the processor's cache."""
     _, groups, repeat, dim = q.shape

@@ -1,9 +1,11 @@
 """Key-value memory of the embedded engine.
 
 Layout, per layer (more exactly, per call of attention in a pass): keys [slots, Hkv, capacity /
-KEY_BLOCK, D, KEY_BLOCK], values [slots, Hkv, capacity, D]. A sequence owns one slot. In a block of
-keys the positions are adjacent; in values the numbers of a head are adjacent. Shared prefixes
-(`PrefixSegment`) and idle sessions (`KeysAndValues`) are stored outside of the slots.
+KEY_BLOCK, D, KEY_BLOCK], values [slots, Hkv, capacity + scratch, D]. A sequence owns one slot.
+Attention uses the few scratch rows behind each head's values. In a block of keys the positions are
+adjacent; in values the numbers of a head are adjacent. Both are therefore tables whose rows
+attention sums (`cache_attention.py`). Shared prefixes (`PrefixSegment`) and idle sessions
+(`KeysAndValues`) are stored outside of the slots.
 
 Invariant: a sequence's visible keys are segment[0:offset] + slot[0:length], in the order of
 positions; `offset` is 0 without a reference. Memory: slots x capacity + places outside of them <=
@@ -87,24 +89,28 @@ class KVCache:
         self.num_slots = 0
         self.capacity = 0
 
-    def layer(self, index: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(
+        self, index: int, like: torch.Tensor, scratch: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffers of one layer. New buffers get their shape, dtype and device from `like` [T,
-        Hkv, D]."""
+        Hkv, D], and `scratch` scratch rows."""
         while len(self.keys) <= index:
             groups, dim = like.shape[1:]
             self.keys.append(
                 like.new_zeros(self.num_slots, groups, self.capacity // KEY_BLOCK, dim, KEY_BLOCK)
             )
-            self.values.append(like.new_zeros(self.num_slots, groups, self.capacity, dim))
+            self.values.append(like.new_zeros(self.num_slots, groups, self.capacity + scratch, dim))
         return self.keys[index], self.values[index]
 
     def resize(self, num_slots: int, capacity: int, used: list[tuple[int, int]]) -> dict[int, int]:
         """Creates new buffers and copies the `used` slots, given as (slot, length). Returns old
         slot -> new slot (0, 1, ... in this order). `capacity` is a multiple of KEY_BLOCK."""
         for layer, (old_keys, old_values) in enumerate(zip(self.keys, self.values, strict=True)):
-            _, groups, _, dim = old_values.shape
+            _, groups, places, dim = old_values.shape
+            scratch = places - self.capacity
+
             keys = old_keys.new_zeros(num_slots, groups, capacity // KEY_BLOCK, dim, KEY_BLOCK)
-            values = old_values.new_zeros(num_slots, groups, capacity, dim)
+            values = old_values.new_zeros(num_slots, groups, capacity + scratch, dim)
             for target, (slot, length) in enumerate(used):
                 blocks = num_blocks(length)
                 keys[target, :, :blocks] = old_keys[slot, :, :blocks]

@@ -2,7 +2,7 @@
 compute the operations around the matrix products, and the products of few rows.
 
     cpu_kernels() -> CpuKernels   built for this machine (cpu_build.py), compared with PyTorch
-                  -> None         PyTorch's operators do the same, at about half of the speed
+                  -> None         PyTorch's operators do the same, at about two thirds of the speed
 
 To generate tokens, few rows are multiplied by all weights. This is as fast as reading the memory if
 the kernel prefetches while it multiplies, which oneDNN's kernel does not do (docs/lab-notebook.md,
