@@ -47,7 +47,7 @@ _SQL = "agentevo.store.sql:SQLStore."
 _MONGODB = "agentevo.store.mongodb:MongoDBStore."
 PHASES = {
     "begin": ["agentevo.runs.orchestration.run:find_resume_point"],
-    "replay": ["agentevo.runs.orchestration.replaying:StepReplayer._replay_step"],
+    "replay": ["agentevo.runs.orchestration.run:TrainingRun._replay_step"],
     "collect": ["agentevo.runs.orchestration.collect:Collector.collect"],
     "prepare": ["agentevo.training.trainer:Trainer.prepare"],
     "reserve": ["agentevo.runs.orchestration.run:reserve"],

@@ -18,8 +18,7 @@ from store_changes import NO_PART, changed
 from agentevo.api.run import train
 from agentevo.errors import AgentEvoError, CheckpointError
 from agentevo.runs.orchestration import run_record
-from agentevo.runs.orchestration.resume import find_resume_point
-from agentevo.runs.orchestration.resume_checks import ResumeChecks
+from agentevo.runs.orchestration.resume import ResumeChecks, find_resume_point
 from agentevo.store import open_store
 from agentevo.store.tables import metadata
 from agentevo.training.checkpoint import Checkpoints

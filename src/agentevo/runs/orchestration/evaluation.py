@@ -1,5 +1,11 @@
 """Measures the policy on held-out tasks, next to a random and an optimal player under the same
-limits."""
+limits.
+
+It also defines the end of a run whose agent, environment or scorer is broken: every attempt of its
+first evaluation, or of its first step, has failed. Later failures are counted and do not end the
+run. Nothing was trained at that point, so the run does not occupy its folder
+(`runs.chain.is_given_up`): after a fix, the same command starts the run in the same folder.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +15,13 @@ from statistics import fmean
 
 from agentevo.config import EnvironmentAgentSection, RunConfig
 from agentevo.config.named_agents import trained_agents
+from agentevo.errors import AttemptsFailedError
 from agentevo.rollout.failures import count_kinds, summarize_failures
+from agentevo.runs.folder.chain import HeadFile
 from agentevo.runs.orchestration.components import Components
 from agentevo.runs.orchestration.players import reference_players as players_of
+from agentevo.runtime.paths import short
+from agentevo.runtime.tracebacks import name_place
 from agentevo.types import Baselines, Trajectory
 
 BY_STAGE = "success_by_stage"
@@ -168,6 +178,11 @@ def headline(metrics: dict[str, float]) -> float | None:
     return next((value for key, value in metrics.items() if key.endswith("/success/greedy")), None)
 
 
+def sampled_success(metrics: dict[str, float]) -> float | None:
+    """The success rate of the sampled attempts among an evaluation's metrics."""
+    return next((value for key, value in metrics.items() if key.endswith("/success/sampled")), None)
+
+
 def failed_share(metrics: dict[str, float]) -> float:
     """The share of greedy attempts that failed."""
     return next((value for key, value in metrics.items() if key.endswith("/failed/greedy")), 0.0)
@@ -177,3 +192,52 @@ def solved_share(metrics: dict[str, float]) -> float:
     """The share of all greedy attempts that succeeded, counting failed ones. By this number,
     weights under which attempts fail are never the best."""
     return (headline(metrics) or 0.0) * (1.0 - failed_share(metrics))
+
+
+def check_evaluation(parts: Components, evaluated: Evaluated) -> None:
+    """Raises AttemptsFailedError, with the place where the first error was raised, if every attempt
+    has failed."""
+    failed = _describe_failure(parts, "the evaluation", evaluated.errors, evaluated.num_attempts)
+    if failed:
+        raise AttemptsFailedError(failed)
+
+
+def check_first_attempts(
+    parts: Components,
+    what: str,
+    errors: list[str | None],
+    num_attempts: int,
+    command: str,
+    head: HeadFile,
+) -> None:
+    """Raises AttemptsFailedError if every attempt of a run's first evaluation or step has failed;
+    `errors` are those of the failed ones. Then `head` records that the run is abandoned."""
+    failed = _describe_failure(parts, what, errors, num_attempts)
+    if not failed:
+        return
+
+    head.give_up()
+    recipe = short(parts.config.run_dir / "config.yaml")
+    how = f"by the same command, or with `agentevo {command} {recipe}`, with --resume or without"
+    if parts.config.agent.type == "function":
+        how = "by the same call"
+    elif command == "learn":
+        how = f"with `agentevo learn {recipe}`, its samplers first"
+
+    raise AttemptsFailedError(
+        f"{failed}\nnothing was trained: fix it, and start again in the same folder {how}"
+    )
+
+
+def _describe_failure(
+    parts: Components, what: str, errors: list[str | None], num_attempts: int
+) -> str:
+    """Says what failed and where the first error was raised. Its traceback was already shown. Empty
+    if at least one attempt did not fail, or there was none."""
+    if not num_attempts or len(errors) < num_attempts:
+        return ""
+    failed = f"{what}: {summarize_failures(errors, num_attempts)}"
+    trace = parts.sampler.failures.trace_of(errors[0])
+    place = name_place(trace)
+    where = f"raised in {place}: its traceback is above" if place else trace
+    return "\n".join(filter(None, (failed, where)))

@@ -13,11 +13,11 @@ from agentevo.runs.orchestration.batch_sources import BatchSource
 from agentevo.runs.orchestration.components import Components
 from agentevo.runs.orchestration.evaluation import (
     Evaluated,
+    check_first_attempts,
     evaluate,
     reference_players,
     solved_share,
 )
-from agentevo.runs.orchestration.first_attempts import check_first_evaluation
 from agentevo.runs.orchestration.rollout_sources import StopAskedError
 from agentevo.runs.orchestration.run_record import RunRecord
 from agentevo.runtime.signals import finishes_before_stop
@@ -92,7 +92,14 @@ class RunEvaluation:
         self._record.log.log(step, metrics | {"timing_s/testing": time.perf_counter() - started})
         if evaluated is not None:
             if not progress.begun:
-                check_first_evaluation(self._parts, evaluated, self._command, self._record.head)
+                check_first_attempts(
+                    self._parts,
+                    "the first evaluation",
+                    evaluated.errors,
+                    evaluated.num_attempts,
+                    self._command,
+                    self._record.head,
+                )
             notes = evaluated.notes(self._parts.config, is_first=not self._has_played)
             self._view.evaluation(step, metrics, notes)
             self._has_played = True

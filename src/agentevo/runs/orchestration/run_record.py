@@ -22,10 +22,9 @@ from agentevo.runs.folder.chain import LOG, NUMBERS, ROWS, SUMMARY, End, HeadFil
 from agentevo.runs.folder.creation import RunCommand, kind_of
 from agentevo.runs.orchestration.batch_sources import BatchSource
 from agentevo.runs.orchestration.components import Components
-from agentevo.runs.orchestration.ledger import commit
+from agentevo.runs.orchestration.evaluation import failed_share, headline, sampled_success
+from agentevo.runs.orchestration.ledger import RowDigests, commit
 from agentevo.runs.orchestration.progress import RunProgress
-from agentevo.runs.orchestration.row_digests import RowDigests
-from agentevo.runs.orchestration.summary import summary_of
 from agentevo.runs.orchestration.tracking import attempts_table
 from agentevo.runtime.event_loop import in_thread
 from agentevo.store.records import StepRecord
@@ -123,17 +122,50 @@ class RunRecord:
         best: dict[str, float | None],
         profile: dict[str, Any],
     ) -> None:
-        """Writes summary.json; see `summary_of`."""
-        summary = summary_of(
-            self._parts,
-            self._source,
-            self.progress,
-            command=self._command,
-            players=players,
-            wall_s=self.wall_s(),
-            best=best,
-            profile=profile,
-        )
+        """Writes summary.json, the summary of a run that has ended. `players`: the reference
+        players on the held-out tasks. `best`: step and value of the best checkpoint. `profile`:
+        what Profiling measured."""
+        config = self._config
+        parts = self._parts
+        progress = self.progress
+        plays = parts.plays
+
+        def success(metrics: dict[str, float]) -> float | None:
+            return headline(metrics) if plays and metrics else None
+
+        summary = {
+            "name": config.run.name,
+            "command": self._command,
+            "model": config.model.name,
+            "environment": config.environment.type if config.environment is not None else None,
+            "seed": config.run.seed,
+            "eval": {
+                "before": success(progress.before),
+                "after": success(progress.after),
+                "n": len(parts.tasks.held_out()) if plays else None,
+                "cold_start_before": success(progress.cold_start_before),
+                "random": players.random if players is not None else None,
+                "optimal": players.optimal if players is not None else None,
+                "sampled": {
+                    "before": sampled_success(progress.before),
+                    "after": sampled_success(progress.after),
+                },
+                "failed": {
+                    "before": failed_share(progress.before),
+                    "after": failed_share(progress.after),
+                },
+            },
+            **self._source.summary(progress.before, progress.after),
+            "wall_s": self.wall_s(),
+            "steps": progress.step,
+            "planned_steps": self._source.num_steps,
+            "stopped_early": self.early_stop if progress.step < self._source.num_steps else None,
+            "tokens": {"generated": progress.generated_tokens, "trained": progress.trained_tokens},
+            "best": best,
+            "profile": profile,
+            "remote_models": parts.sampler.remote_models.summary() if plays else {},
+            "warnings": [*self._source.warnings(), *progress.warnings],
+        }
         self.head.write_file(SUMMARY, json.dumps(summary, indent=2))
 
     def wall_s(self) -> float:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from transformers import AutoTokenizer, GenerationConfig
 
-from agentevo.agents import Agent, AgentFunction
+from agentevo.agents import AgentFunction
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import check_one_policy
 from agentevo.errors import ModelError
@@ -45,9 +45,7 @@ from agentevo.store.store import Store
 from agentevo.types import Task
 
 if TYPE_CHECKING:
-    from agentevo.inference.serving.announcements import AnnouncementWatcher
     from agentevo.inference.serving.remote import RemoteEngine
-    from agentevo.inference.serving.secret import RunSecret
 
 LAST_STEP_POLL_S = 2.0
 """The interval of checks whether the run has committed its last step, in seconds."""
@@ -94,20 +92,40 @@ def sample(
         if source.read is not None:
             check_same_tasks(config, source.read)
 
-        run_coroutine(
-            _sample(
-                config,
-                name,
-                engines,
-                player,
-                source,
-                chat,
-                context_length,
-                stop,
-                ends_with_run=parent is None,
-                note=note,
-            )
-        )
+        async def work() -> None:
+            async with engines_and_store(config, engines, stop, note, name) as opened:
+                if opened is None:
+                    return
+
+                engine, store, calls = opened
+                sampler = Sampler(
+                    config,
+                    engine,
+                    chat,
+                    player,
+                    store,
+                    context_length,
+                    calls=calls,
+                    note=note,
+                    get_tasks=source.given,
+                )
+                service = SamplerService(
+                    config, sampler, engine, store, source, worker=name, note=note
+                )
+                note(f"{name}: sampling for {short(config.run_dir)}")
+
+                steps = config.trainer.steps
+                with closing(sampler):
+                    await _serve(service, engine, store, steps, stop, ends_with_run=parent is None)
+
+                num_groups = service.stats()["sampler/groups_written"]
+                end_note = f": the run has made its {steps} step{'s' * (steps != 1)}"
+                note(
+                    f"{name}: stopped after {num_groups:g} group{'s' * (num_groups != 1)}"
+                    + ("" if stop() else end_note)
+                )
+
+        run_coroutine(work())
 
 
 def chat_of_recipe(config: RunConfig) -> tuple[ChatFormat, int]:
@@ -137,52 +155,6 @@ def chat_of_recipe(config: RunConfig) -> tuple[ChatFormat, int]:
     return ChatFormat(tokenizer, generation), context_length(shape)
 
 
-async def _sample(
-    config: RunConfig,
-    name: str,
-    urls: Sequence[str],
-    player: Agent,
-    source: TaskSource,
-    chat: ChatFormat,
-    context_length: int,
-    stop: Callable[[], bool],
-    *,
-    ends_with_run: bool,
-    note: Callable[[str], None],
-) -> None:
-    async with engines_and_store(config, urls, stop, note, name) as opened:
-        if opened is None:
-            return
-
-        engine, store, calls = opened
-        sampler = Sampler(
-            config,
-            engine,
-            chat,
-            player,
-            store,
-            context_length,
-            calls=calls,
-            note=note,
-            get_tasks=source.given,
-        )
-        service = SamplerService(config, sampler, engine, store, source, worker=name, note=note)
-        note(f"{name}: sampling for {short(config.run_dir)}")
-
-        with closing(sampler):
-            await _serve(
-                service, engine, store, config.trainer.steps, stop, ends_with_run=ends_with_run
-            )
-
-        num_groups = service.stats()["sampler/groups_written"]
-        steps = config.trainer.steps
-        end_note = f": the run has made its {steps} step{'s' * (steps != 1)}"
-        note(
-            f"{name}: stopped after {num_groups:g} group{'s' * (num_groups != 1)}"
-            + ("" if stop() else end_note)
-        )
-
-
 @asynccontextmanager
 async def engines_and_store(
     config: RunConfig,
@@ -194,9 +166,11 @@ async def engines_and_store(
     """Opens the run's engines (at `urls`, else those that its folder lists), its store, and the log
     of calls, and closes them at the end. None if `stop` was true before the store was open. `name`:
     the name of this process in traces."""
+    from agentevo.inference.serving.announcements import AnnouncementWatcher, StoreAnnouncements
     from agentevo.inference.serving.directory import EngineDirectory
     from agentevo.inference.serving.remote import RemoteEngine
     from agentevo.inference.serving.secret import RunSecret
+    from agentevo.inference.weights.objects import Objects
 
     store_opening = asyncio.create_task(
         open_run_store(config.store_url, within_s=STORE_RETRY_S, notify=note)
@@ -207,10 +181,16 @@ async def engines_and_store(
 
     directory = EngineDirectory(config.run_dir / "engines")
     secret = RunSecret(directory.folder, config.rollout.engine_secret)
+    watcher = None
+    if not urls and config.rollout.weights.url is not None:
+        # engines without a shared folder announce themselves in the object store of the weights
+        announcements = StoreAnnouncements(Objects(config.rollout.weights.url), secret)
+        watcher = AnnouncementWatcher(announcements)
+
     engine = RemoteEngine(
         list(urls) or directory,
         also=() if urls else config.rollout.engine_urls,
-        watcher=None if urls else _announcement_watcher(config, secret),
+        watcher=watcher,
         secret=secret,
         poll_s=config.rollout.poll_s,
     )
@@ -224,18 +204,6 @@ async def engines_and_store(
                 yield engine, store, calls
     finally:
         await engine.close()
-
-
-def _announcement_watcher(config: RunConfig, secret: RunSecret) -> AnnouncementWatcher | None:
-    """Finds engines that announce themselves in the object store of the weights. None without such
-    a store."""
-    from agentevo.inference.serving.announcements import AnnouncementWatcher, StoreAnnouncements
-    from agentevo.inference.weights.objects import Objects
-
-    url = config.rollout.weights.url
-    return (
-        AnnouncementWatcher(StoreAnnouncements(Objects(url), secret)) if url is not None else None
-    )
 
 
 async def _serve(
