@@ -52,7 +52,7 @@ PHASES = {
     "prepare": ["agentevo.training.trainer:Trainer.prepare"],
     "reserve": ["agentevo.runs.orchestration.run:reserve"],
     "train": ["agentevo.training.trainer:Trainer.step"],
-    "evaluate": ["agentevo.runs.orchestration.run_evaluation:RunEvaluation.evaluate"],
+    "evaluate": ["agentevo.runs.orchestration.evaluation:RunEvaluation.evaluate"],
     "checkpoint": ["agentevo.training.checkpoint:Checkpoints.save"],
     "commit": ["agentevo.runs.orchestration.run_record:RunRecord.commit"],
     "prune": ["agentevo.training.checkpoint:Checkpoints.prune"],

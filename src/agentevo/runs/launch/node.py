@@ -30,7 +30,7 @@ import msgspec
 from agentevo.config import RunConfig, load_config
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.runs.folder.resume_rules import changes
-from agentevo.runs.launch.plan import LaunchPlan, read_plan
+from agentevo.runs.launch.plan import LaunchPlan, read_file
 from agentevo.runs.orchestration.supervisor import ChildProcess, Children, make_children
 from agentevo.runtime.console import to_stderr
 from agentevo.runtime.device_names import visible
@@ -81,7 +81,7 @@ def run_node(
     """Runs the processes of the node with that rank, and blocks. Returns the exit code of the
     trainer. `head` is the address of node 0. `parent` is the id of a process with which this one
     ends. Raises ConfigError for a rank that does not exist."""
-    plan = read_plan(path)
+    plan = read_file(path, LaunchPlan)
     if not 0 <= rank < len(plan.nodes):
         raise ConfigError(f"--rank {rank}: {path} has {len(plan.nodes)} nodes, counted from 0")
     if not re.fullmatch(r"[\w.-]{1,200}", id):

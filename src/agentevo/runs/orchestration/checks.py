@@ -62,8 +62,12 @@ def check_recipe(
     refusals.collect(check_tracing, config)
 
     given_tasks = None
-    if command == "sft":
-        refusals.collect(check_sft_parts, config, resume, may_fetch=may_fetch)
+    if command == "sft":  # the environment is optional
+        for check in (check_processes, check_tracking, check_sft_data, check_memory, check_profile):
+            refusals.collect(check, config)
+        if config.environment is not None:
+            refusals.collect(check_environment, config)
+        _check_models([] if resume else [config.model], [], may_fetch, refusals)
     else:
         given_tasks = refusals.collect(check_parts, config, tasks, resume, may_fetch=may_fetch)
 
@@ -105,19 +109,25 @@ def check_parts(
     refusals.collect(_check_algorithm, config)
     refusals.collect(check_memory, config)
     refusals.collect(check_profile, config)
-    _check_models(config, resume, may_fetch, refusals)
+    policies = [] if resume else _policies(config)
+    _check_models(policies, _other_models(config), may_fetch, refusals)
     return given_tasks
 
 
-def _check_models(config: RunConfig, resume: bool, may_fetch: bool, refusals: Refusals) -> None:
+def _check_models(
+    policies: Sequence[ModelSection],
+    others: Sequence[str],
+    may_fetch: bool,
+    refusals: Refusals,
+) -> None:
     """Checks the models. Raises ConfigError for all `refusals`, before any download and at the
     end."""
     if may_fetch:
         refusals.raise_all()
 
-    for section in () if resume else _policies(config):
+    for section in policies:
         refusals.collect(_check_model, section, may_fetch)
-    for name in _other_models(config):
+    for name in others:
         refusals.collect(resolve if may_fetch else locate, name)
 
     refusals.raise_all()
@@ -321,20 +331,3 @@ def check_agent(
             "put the agent into a file (@agentevo.agent(NAME), key import) and the tasks into "
             "another (key tasks)"
         )
-
-
-def check_sft_parts(config: RunConfig, resume: bool, *, may_fetch: bool = True) -> None:
-    """Checks the parts of `agentevo sft`, as `check_parts` does for training. The environment is
-    optional."""
-    refusals = Refusals()
-    for check in (check_processes, check_tracking, check_sft_data, check_memory, check_profile):
-        refusals.collect(check, config)
-
-    if config.environment is not None:
-        refusals.collect(check_environment, config)
-    if may_fetch:
-        refusals.raise_all()
-    if not resume:
-        refusals.collect(_check_model, config.model, may_fetch)
-
-    refusals.raise_all()

@@ -18,16 +18,6 @@ from agentevo.training.supervised import conversation_sample, train_supervised
 from agentevo.types import Sample
 
 
-def demonstrations(
-    parts: Components, view: LiveView, stop: Callable[[], bool] = lambda: False
-) -> list[Sample]:
-    """`cold_start.episodes` episodes as training samples. Raises as `solver_samples`."""
-    section = parts.config.cold_start
-    return solver_samples(
-        parts.config, parts.chat, section.episodes, section.random_action_rate, view, stop
-    )
-
-
 def solver_samples(
     config: RunConfig,
     chat: ChatFormat,
@@ -69,12 +59,15 @@ def cold_start(
     """Trains the model in place and returns the metrics of the supervised phase. Raises as
     `solver_samples`. A stop during training ends it before its next step."""
     config = parts.config
-    samples = demonstrations(parts, view, stop)
+    section = config.cold_start
+    samples = solver_samples(
+        config, parts.chat, section.episodes, section.random_action_rate, view, stop
+    )
     seed = derive_seed(config.run.seed, "cold-start")
     with dropping_out(parts.model, seed):
         losses = train_supervised(
             samples,
-            config.cold_start,
+            section,
             config.trainer,
             make=trainers.cold_start,
             seed=seed,
@@ -84,7 +77,7 @@ def cold_start(
             stop=stop,
         )
 
-    trained = sum(s.num_trained for s in samples) * config.cold_start.epochs
+    trained = sum(s.num_trained for s in samples) * section.epochs
     return (
         {
             "cold_start/loss_first": losses[0],

@@ -15,12 +15,14 @@ from typing import Any, Literal, TypeAlias
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentevo.config import RunConfig, SFTSection
+from agentevo.models.compute.attention import prepare
+from agentevo.models.files.load import load_reward_model
 from agentevo.models.grammar import Grammars
-from agentevo.runs.orchestration.components import load_token_reward_model
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.learner import Learner
 from agentevo.training.pairs import Demonstrations
 from agentevo.training.preference import PreferenceTrainer
+from agentevo.training.roles.token_rewards import TokenRewardModel
 from agentevo.training.supervised import SupervisedTrainer
 from agentevo.training.token_numbers import TokenNumbers
 from agentevo.training.trainer import Trainer
@@ -61,12 +63,21 @@ class LocalTrainers:
             config.algorithm,
             critic=config.critic,
             process_reward=config.process_reward,
-            reward_model=load_token_reward_model(config, self._model, self._tokenizer, self._share),
+            reward_model=self._load_token_reward_model(),
             memory=config.memory,
             grammars=Grammars.of(self._model, self._tokenizer),
         )
         trainer.numbers = TokenNumbers() if config.tracking.token_numbers else None
         return trainer
+
+    def _load_token_reward_model(self) -> TokenRewardModel | None:
+        """This process's part of the model whose scores are added to the environment's rewards;
+        None for a recipe without one."""
+        section = self._config.reward_model
+        if section.name is None:
+            return None
+        model = load_reward_model(section.name, self._model, self._tokenizer)
+        return TokenRewardModel(self._share(prepare(model).requires_grad_(False)), section)
 
     def preferences(self, demonstrations: Demonstrations | None) -> PreferenceTrainer:
         """`demonstrations` is needed to make pairs of attempts."""

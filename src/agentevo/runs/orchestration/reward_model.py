@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 
 import msgspec
+from transformers import PreTrainedModel
 
 from agentevo.config import RunConfig
 from agentevo.config.parallel import check_alone
@@ -119,7 +120,7 @@ def train(config: RunConfig, note: Callable[[str], None] = to_stderr) -> dict[st
 
 def _train(
     config: RunConfig,
-    model: object,
+    model: PreTrainedModel,
     pairs: Sequence[RewardPair],
     held_out_pairs: Sequence[RewardPair],
     seed: int,
@@ -128,10 +129,6 @@ def _train(
     tracking: Tracking,
 ) -> dict[str, float] | None:
     """The results; None if the training was stopped."""
-    from transformers import PreTrainedModel
-
-    assert isinstance(model, PreTrainedModel)
-
     size = config.rm.micro_batch_pairs
     before = held_out(model, held_out_pairs, size)
     note(

@@ -46,7 +46,7 @@ from agentevo.runs.orchestration.checks import check_recipe, load_checked, needs
 from agentevo.runs.orchestration.cold_start import cold_start
 from agentevo.runs.orchestration.components import AgentFunction, Components, open_components
 from agentevo.runs.orchestration.conversations import SFTData, read_sft_data
-from agentevo.runs.orchestration.evaluation import check_first_attempts
+from agentevo.runs.orchestration.evaluation import RunEvaluation, check_first_attempts
 from agentevo.runs.orchestration.ledger import drop_reasons, plan_of, reserve
 from agentevo.runs.orchestration.profiling import Profiling
 from agentevo.runs.orchestration.ranks import RunRanks, follow, join_ranks
@@ -58,7 +58,6 @@ from agentevo.runs.orchestration.resume import (
 )
 from agentevo.runs.orchestration.rollout_sources import StopAskedError, SynchronousRollouts
 from agentevo.runs.orchestration.run_checkpoints import RunCheckpoints
-from agentevo.runs.orchestration.run_evaluation import RunEvaluation
 from agentevo.runs.orchestration.run_record import RunRecord
 from agentevo.runs.orchestration.step_metrics import StepMeter
 from agentevo.runs.orchestration.submissions import Submissions
