@@ -13,6 +13,7 @@ from agentevo.models.files.split_models import PartsCommand
 from agentevo.runs.orchestration.learners import TrainerName
 from agentevo.training.batching.credit import TurnCredits
 from agentevo.training.learner import Learner, PreparedBatch
+from agentevo.training.preference import PreferenceTrainer
 from agentevo.training.supervised import SupervisedTrainer
 from agentevo.training.trainer import Trainer
 from agentevo.types import Sample, Trajectory
@@ -65,7 +66,7 @@ class PrepareAttempts:
 
     def apply(self, trainer: Learner) -> PreparedBatch:
         """Makes the call on this process."""
-        assert isinstance(trainer, Trainer)
+        assert isinstance(trainer, (Trainer, PreferenceTrainer))
         return trainer.prepare(
             self.trajectories,
             self.baselines,

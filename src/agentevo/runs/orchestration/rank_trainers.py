@@ -54,7 +54,7 @@ from agentevo.training.token_numbers import TokenNumbers
 from agentevo.training.trainer import Trainer
 from agentevo.types import Sample, Trajectory
 
-L = TypeVar("L", Trainer, PreferenceTrainer, SupervisedTrainer)
+L = TypeVar("L", bound=Trainer | PreferenceTrainer | SupervisedTrainer)
 
 
 class RankTrainers:
@@ -99,14 +99,14 @@ class RankTrainers:
                 ),
             )
 
-    def policy(self) -> RankPolicyTrainer:
+    def policy(self) -> RankRolloutTrainer:
         self.ranks.send(MakeTrainer("policy"))
-        return RankPolicyTrainer(self, "policy", self._local.policy())
+        return RankRolloutTrainer(self, "policy", self._local.policy())
 
-    def preferences(self, demonstrations: Demonstrations | None) -> RankPreferenceTrainer:
+    def preferences(self, demonstrations: Demonstrations | None) -> RankRolloutTrainer:
         """Only this process makes pairs, so the others need no demonstrations."""
         self.ranks.send(MakeTrainer("preferences"))
-        return RankPreferenceTrainer(self, "preferences", self._local.preferences(demonstrations))
+        return RankRolloutTrainer(self, "preferences", self._local.preferences(demonstrations))
 
     def conversations(self, total_steps: int) -> RankSupervisedTrainer:
         self.ranks.send(MakeTrainer("sft", total_steps))
@@ -195,7 +195,7 @@ class RankTrainer(Generic[L]):
             self._local.load_state_dict(state)
 
 
-class RankPolicyTrainer(RankTrainer[Trainer]):
+class RankRolloutTrainer(RankTrainer[Trainer | PreferenceTrainer]):
     """A RolloutTrainer."""
 
     def prepare(
@@ -211,26 +211,11 @@ class RankPolicyTrainer(RankTrainer[Trainer]):
         command = PrepareAttempts(
             self.name, list(trajectories), dict(baselines), version, bound, dict(turn_credits)
         )
+        if isinstance(self._local, PreferenceTrainer):
+            return command.apply(self._local)  # making pairs needs no model, so no other process
+
         batch: PreparedBatch = self._call(command)
         return batch
-
-
-class RankPreferenceTrainer(RankTrainer[PreferenceTrainer]):
-    """A RolloutTrainer. Making pairs of attempts needs no model, so this process does it alone."""
-
-    def prepare(
-        self,
-        trajectories: Sequence[Trajectory],
-        baselines: Mapping[str, float] = MappingProxyType({}),
-        *,
-        version: int | None = None,
-        bound: int | None = None,
-        turn_credits: TurnCredits = MappingProxyType({}),
-    ) -> PreparedBatch:
-        """See RolloutTrainer.prepare."""
-        return self._local.prepare(
-            trajectories, baselines, version=version, bound=bound, turn_credits=turn_credits
-        )
 
 
 class RankSupervisedTrainer(RankTrainer[SupervisedTrainer]):
