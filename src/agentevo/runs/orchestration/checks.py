@@ -62,12 +62,8 @@ def check_recipe(
     refusals.collect(check_tracing, config)
 
     given_tasks = None
-    if command == "sft":  # the environment is optional
-        for check in (check_processes, check_tracking, check_sft_data, check_memory, check_profile):
-            refusals.collect(check, config)
-        if config.environment is not None:
-            refusals.collect(check_environment, config)
-        _check_models([] if resume else [config.model], [], may_fetch, refusals)
+    if command == "sft":
+        refusals.collect(check_sft_parts, config, resume, may_fetch=may_fetch)
     else:
         given_tasks = refusals.collect(check_parts, config, tasks, resume, may_fetch=may_fetch)
 
@@ -112,6 +108,18 @@ def check_parts(
     policies = [] if resume else _policies(config)
     _check_models(policies, _other_models(config), may_fetch, refusals)
     return given_tasks
+
+
+def check_sft_parts(config: RunConfig, resume: bool, *, may_fetch: bool = True) -> None:
+    """Checks the parts of `agentevo sft`, as `check_parts` does for training. The environment is
+    optional."""
+    refusals = Refusals()
+    for check in (check_processes, check_tracking, check_sft_data, check_memory, check_profile):
+        refusals.collect(check, config)
+
+    if config.environment is not None:
+        refusals.collect(check_environment, config)
+    _check_models([] if resume else [config.model], [], may_fetch, refusals)
 
 
 def _check_models(
