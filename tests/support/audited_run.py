@@ -17,8 +17,8 @@ from agentevo.observability import MetricsLog
 from agentevo.runs.audit.audit import audit
 from agentevo.runs.audit.findings import Audit
 from agentevo.runs.folder.chain import NUMBERS, ROWS, SUMMARY, End, HeadFile, file_digest
+from agentevo.runs.orchestration.ledger import RowDigests
 from agentevo.runs.orchestration.ledger import commit as write_step
-from agentevo.runs.orchestration.row_digests import RowDigests
 from agentevo.store import RetryPolicy, StoredTrajectory, open_store
 from agentevo.store.codec import encode_stored
 from agentevo.store.store import Store

@@ -47,12 +47,12 @@ _SQL = "agentevo.store.sql:SQLStore."
 _MONGODB = "agentevo.store.mongodb:MongoDBStore."
 PHASES = {
     "begin": ["agentevo.runs.orchestration.run:find_resume_point"],
-    "replay": ["agentevo.runs.orchestration.replaying:StepReplayer._replay_step"],
+    "replay": ["agentevo.runs.orchestration.run:TrainingRun._replay_step"],
     "collect": ["agentevo.runs.orchestration.collect:Collector.collect"],
     "prepare": ["agentevo.training.trainer:Trainer.prepare"],
     "reserve": ["agentevo.runs.orchestration.run:reserve"],
     "train": ["agentevo.training.trainer:Trainer.step"],
-    "evaluate": ["agentevo.runs.orchestration.run_evaluation:RunEvaluation.evaluate"],
+    "evaluate": ["agentevo.runs.orchestration.evaluation:RunEvaluation.evaluate"],
     "checkpoint": ["agentevo.training.checkpoint:Checkpoints.save"],
     "commit": ["agentevo.runs.orchestration.run_record:RunRecord.commit"],
     "prune": ["agentevo.training.checkpoint:Checkpoints.prune"],

@@ -18,10 +18,8 @@ from agentevo.runs.folder.run_folder import read_store
 from agentevo.runs.folder.run_words import run_words
 from agentevo.runs.orchestration import run as training
 from agentevo.runs.orchestration.components import AgentFunction, Components, open_components
-from agentevo.runs.orchestration.evaluation import evaluate, reference_players
-from agentevo.runs.orchestration.first_attempts import check_evaluation
-from agentevo.runs.orchestration.tracking import Lines, check_tracking, report_evaluation
-from agentevo.runs.processes.supervisor import ChildSupervisor
+from agentevo.runs.orchestration.evaluation import check_evaluation, evaluate, reference_players
+from agentevo.runs.orchestration.tracking import check_tracking, report_evaluation
 from agentevo.runtime.console import to_stderr
 from agentevo.runtime.event_loop import run_coroutine
 from agentevo.runtime.parsing import read_json_object
@@ -149,9 +147,7 @@ def train(
     view: LiveView | None = None,
 ) -> Run:
     """Trains with `orchestration.run.train`, and returns the run."""
-    training.train(
-        config, agent=agent, tasks=tasks, resume=resume, view=view, supervisor=ChildSupervisor
-    )
+    training.train(config, agent=agent, tasks=tasks, resume=resume, view=view)
     return Run(config, agent=agent, tasks=tasks)
 
 
@@ -181,8 +177,8 @@ def evaluate_model(
 def _report(
     config: RunConfig, metrics: dict[str, float], step: int, folder: Path, view: LiveView | None
 ) -> None:
-    listener = Lines(to_stderr) if view is None else view
-    report_evaluation(config, metrics, step=step, folder=folder, hearer=listener)
+    note = to_stderr if view is None else view.note
+    report_evaluation(config, metrics, step=step, folder=folder, note=note)
 
 
 @contextmanager

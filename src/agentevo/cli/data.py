@@ -268,7 +268,7 @@ def _prepare_demonstrations(
 ) -> None:
     from agentevo.config import load_config
     from agentevo.rollout.task_files import DEMONSTRATIONS
-    from agentevo.runs.orchestration.demonstrations import demonstration_rows
+    from agentevo.runs.orchestration.players import demonstration_rows
     from agentevo.runtime.console import to_stderr
     from agentevo.runtime.paths import check_new_folder
 

@@ -50,9 +50,8 @@ def train(
 
     from agentevo.observability import LiveView
     from agentevo.runs.orchestration.run import train as train_run
-    from agentevo.runs.processes.supervisor import ChildSupervisor
 
-    train_run(config, resume=resume, view=LiveView(config.run.name), supervisor=ChildSupervisor)
+    train_run(config, resume=resume, view=LiveView(config.run.name))
 
 
 def _check_folder(config: RunConfig, resume: bool = False) -> None:
@@ -78,7 +77,7 @@ def _engine_overrides(configs: Sequence[RunConfig], resume: bool) -> list[str]:
 
 
 def _dry_run(config: RunConfig, command: Literal["train", "sft"], resume: bool) -> None:
-    from agentevo.runs.orchestration.dry_run import check_dry
+    from agentevo.runs.orchestration.checks import check_dry
     from agentevo.runtime.console import to_stderr
 
     for line in check_dry(config, command, resume=resume):

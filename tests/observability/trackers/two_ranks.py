@@ -14,7 +14,7 @@ from torch import distributed
 
 from agentevo.config import build_config
 from agentevo.observability.trackers import TrackedRow, TrackedRun, Tracker, TrackingBegun, trackers
-from agentevo.runs.orchestration.tracking import Lines, track
+from agentevo.runs.orchestration.tracking import track
 
 STEPS = 3
 
@@ -49,7 +49,7 @@ def main(folder: Path) -> None:
             "tracking": {"backends": ["lines"], "tensorboard": True},
         }
     )
-    with track(config, "train", Lines(print)) as tracking:
+    with track(config, "train", print) as tracking:
         for step in range(STEPS):
             distributed.barrier()
             tracking.put(TrackedRow(step=step, time=time.time(), metrics={"a": 1.0 * step}))

@@ -9,7 +9,7 @@ import yaml
 from agentevo.cli.main import main
 from agentevo.config import load_config
 from agentevo.errors import ConfigError
-from agentevo.runs.launch.plan import read_plan
+from agentevo.runs.launch.plan import LaunchPlan, read_file
 from agentevo.runs.launch.targets import read_cluster
 from agentevo.runs.launch.writer import write_launch
 
@@ -39,7 +39,7 @@ def test_every_target_writes_the_same_recipe_and_nodes(tmp_path):
             target, tmp_path, gpus=4, engines=4, samplers=2,
             **({"accelerator": "H100", "volume": "v"} if target == "skypilot" else {}),
         ).folder  # fmt: skip
-        plan = read_plan(folder / "nodes.yaml")
+        plan = read_file(folder / "nodes.yaml", LaunchPlan)
         config = load_config(str(folder / plan.recipe), list(plan.overrides))
         assert config.trainer == load_config("frozen_lake", APART).trainer
         assert config.store.url == STORE.removeprefix("store.url=")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from agentevo.api.run import train
 from agentevo.errors import CheckpointError
-from agentevo.runs.orchestration.background_save import BackgroundSave
+from agentevo.runs.orchestration.run_checkpoints import BackgroundSave
 from agentevo.training import checkpoint
 from agentevo.training.checkpoint import Checkpoints
 

@@ -13,9 +13,16 @@ from agentevo.errors import ConfigError
 from agentevo.models.files.save import save_model
 from agentevo.observability import read_metrics
 from agentevo.rollout.tasks import environment_seed
-from agentevo.runs.orchestration.cold_start import demonstrations
+from agentevo.runs.orchestration.cold_start import solver_samples
 from agentevo.runs.orchestration.components import open_components
 from agentevo.runs.orchestration.players import make_environment
+
+
+def demonstrations(parts, view):
+    section = parts.config.cold_start
+    return solver_samples(
+        parts.config, parts.chat, section.episodes, section.random_action_rate, view
+    )
 
 
 def with_parts(config, tmp_path, work):

@@ -36,15 +36,14 @@ def last_step(folder: Path) -> int:
     return max((int(row["step"]) for row in read_metrics(log)), default=0) if log.exists() else 0
 
 
-@pytest.fixture(scope="module")
-def under_way(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
+@pytest.fixture
+def under_way(tmp_path: Path) -> Iterator[tuple[Path, Any]]:
     """A run's folder and its process, which has done a step."""
-    place = tmp_path_factory.mktemp("controlled")
-    (place / "small.yaml").write_text(yaml.safe_dump(SMALL))
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
 
-    folder = place / "run"
-    command = [sys.executable, "-m", "agentevo", "train", str(place / "small.yaml")]
-    with (place / "out").open("w") as out:
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "agentevo", "train", str(tmp_path / "small.yaml")]
+    with (tmp_path / "out").open("w") as out:
         process = subprocess.Popen(
             [*command, f"run.dir={folder}", "trainer.steps=100000", *FEW],
             stdout=out,
@@ -52,7 +51,7 @@ def under_way(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, 
         )
         try:
             until(lambda: process.poll() is not None or last_step(folder) >= 1)
-            assert process.poll() is None, (place / "out").read_text()
+            assert process.poll() is None, (tmp_path / "out").read_text()
             yield folder, process
         finally:
             process.kill()
@@ -102,26 +101,11 @@ def test_a_run_pauses_saves_resumes_and_stops_as_it_is_asked(
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_pause_at_once(
-    tmp_path: Path, small_config: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
-    folder = tmp_path / "run"
-    command = [sys.executable, "-m", "agentevo", "train", str(tmp_path / "small.yaml")]
-    with (tmp_path / "out").open("w") as out:
-        process = subprocess.Popen(
-            [*command, f"run.dir={folder}", "trainer.steps=100000", *FEW],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            until(lambda: process.poll() is not None or last_step(folder) >= 1)
-            assert main(["control", str(folder), "pause", "--wait", str(LONGEST_S)]) == 0
-            process.send_signal(signal.SIGINT)
-            assert process.wait(LONGEST_S) == 130
-        finally:
-            process.kill()
-            process.wait(LONGEST_S)
+def test_ctrl_c_ends_a_pause_at_once(under_way: tuple[Path, Any]) -> None:
+    folder, process = under_way
+    assert main(["control", str(folder), "pause", "--wait", str(LONGEST_S)]) == 0
+    process.send_signal(signal.SIGINT)
+    assert process.wait(LONGEST_S) == 130
 
     session = read_session(folder)
     assert session is not None

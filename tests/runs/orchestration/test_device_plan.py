@@ -4,9 +4,12 @@ import pytest
 
 from agentevo.config import EngineSection
 from agentevo.errors import ConfigError
-from agentevo.runs.orchestration.device_plan import devices_per_engine, plan_devices
-from agentevo.runs.processes import supervisor
-from agentevo.runs.processes.supervisor import ChildSupervisor
+from agentevo.runs.orchestration import supervisor
+from agentevo.runs.orchestration.supervisor import (
+    devices_per_engine,
+    plan_devices,
+    sampling_children,
+)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +59,7 @@ def test_each_engine_of_a_run_sees_its_own_devices_alone(small_config, tmp_path,
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     notes = []
     config = small_config(tmp_path / "run", "rollout.samplers=1", "rollout.engines=2")
-    children = ChildSupervisor(config, notes.append)._children
+    children = sampling_children(config, notes.append)._children
     assert notes == ["devices: trainer: 0; engine-0: 1; engine-1: 2"]
     seen = {child.name: child.environment.get("CUDA_VISIBLE_DEVICES") for child in children}
     assert seen == {"engine-0": "5", "engine-1": "6", "sampler-0": None}

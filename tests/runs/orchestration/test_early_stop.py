@@ -15,8 +15,8 @@ from agentevo.api.run import train
 from agentevo.config.sections import EvaluationSection
 from agentevo.errors import CheckpointError
 from agentevo.runs.folder.run_folder import finished_summary
-from agentevo.runs.orchestration.progress import RunProgress
-from agentevo.runs.orchestration.run_evaluation import RunEvaluation
+from agentevo.runs.orchestration.evaluation import RunEvaluation
+from agentevo.runs.orchestration.run_record import RunProgress
 from agentevo.training import checkpoint
 from agentevo.training.checkpoint import Checkpoints
 

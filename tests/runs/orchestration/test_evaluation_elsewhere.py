@@ -14,9 +14,9 @@ from agentevo.inference.serving import run_engines
 from agentevo.inference.serving.run_engines import RunEngines
 from agentevo.inference.weights.broadcast_sender import BroadcastSender
 from agentevo.inference.weights.broadcast_source import BroadcastSource
-from agentevo.runs.orchestration import run_evaluation
+from agentevo.runs.orchestration import evaluation as module
+from agentevo.runs.orchestration.evaluation import RunEvaluation
 from agentevo.runs.orchestration.rollout_sources import StopAskedError
-from agentevo.runs.orchestration.run_evaluation import RunEvaluation
 from agentevo.runtime.event_loop import in_thread
 
 
@@ -50,7 +50,7 @@ def test_an_engine_that_lost_the_version_has_it_before_the_evaluation_ends(
         await sender.begin(1)
         return await played(engines)
 
-    monkeypatch.setattr(run_evaluation, "evaluate", evaluate)
+    monkeypatch.setattr(module, "evaluate", evaluate)
     assert asyncio.run(work())[0] == 1 and notes == []
 
 
@@ -81,5 +81,5 @@ def test_nothing_is_sent_any_more_after_it(is_stopped, engines, monkeypatch):
         await asyncio.sleep(0.1)
         assert len(looks) == before
 
-    monkeypatch.setattr(run_evaluation, "evaluate", evaluate)
+    monkeypatch.setattr(module, "evaluate", evaluate)
     asyncio.run(asyncio.wait_for(work(), 300))

@@ -9,7 +9,7 @@ import time
 
 from torch import distributed
 
-from agentevo.runs.orchestration.rank_stops import Stops, catch_sigterm
+from agentevo.runs.orchestration.ranks import Stops, catch_sigterm
 
 WITHIN_S = 300
 

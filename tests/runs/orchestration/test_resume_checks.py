@@ -18,8 +18,7 @@ from store_changes import NO_PART, changed
 from agentevo.api.run import train
 from agentevo.errors import AgentEvoError, CheckpointError
 from agentevo.runs.orchestration import run_record
-from agentevo.runs.orchestration.resume import find_resume_point
-from agentevo.runs.orchestration.resume_checks import ResumeChecks
+from agentevo.runs.orchestration.resume import ResumeChecks, find_resume_point
 from agentevo.store import open_store
 from agentevo.store.tables import metadata
 from agentevo.training.checkpoint import Checkpoints
@@ -160,32 +159,50 @@ def test_what_a_resume_does_not_refuse_changes_nothing(
         assert_same(one[name], other[name])
 
 
-@pytest.mark.slow
-def test_group_ids_that_were_moved_are_refused_and_named(
-    killed: Path, tmp_path: Path, small_config: Callable[..., Any]
-) -> None:
+def move_group_ids(folder: Path) -> None:
     """The change that moved the weights by 3e-3, and that nobody saw."""
-    folder = Path(shutil.copytree(killed, tmp_path / "run"))
-    database = sqlite3.connect(folder / "store.sqlite", isolation_level=None)
-    database.execute(
-        "UPDATE trajectories SET group_id = group_id || 'x' WHERE trained_step = 1 AND attempt > 1"
+    _execute(
+        folder,
+        "UPDATE trajectories SET group_id = group_id || 'x' WHERE trained_step = 1 AND attempt > 1",
     )
-    database.close()
-
-    config = small_config(folder, *OVERRIDES)
-    with pytest.raises(CheckpointError, match=r"step 1 can't be repeated.*changed was 'train-"):
-        asyncio.run(find_resume_point(config, Checkpoints(folder / "checkpoints", 1), note=print))
 
 
-@pytest.mark.slow
-def test_config_yaml_changed_by_hand_is_refused_and_overrides_are_not(
-    killed: Path, tmp_path: Path, small_config: Callable[..., Any]
-) -> None:
-    folder = Path(shutil.copytree(killed, tmp_path / "run"))
+def change_config(folder: Path) -> None:
     file = folder / "config.yaml"
     file.write_text(file.read_text().replace("learning_rate: 0.003", "learning_rate: 0.3"))
+
+
+def make_older(folder: Path) -> None:
+    _execute(folder, "UPDATE steps SET record = json_remove(record, '$.chain')")
+    (folder / "head.json").unlink()
+
+
+def _execute(folder: Path, statement: str) -> None:
+    database = sqlite3.connect(folder / "store.sqlite", isolation_level=None)
+    database.execute(statement)
+    database.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (move_group_ids, r"step 1 can't be repeated.*changed was 'train-"),
+        (change_config, r"config.yaml differs from what this run wrote"),
+        (make_older, "recorded by an older version of AgentEvo"),
+    ],
+)
+def test_a_changed_run_is_refused_and_what_was_changed_is_named(
+    killed: Path,
+    tmp_path: Path,
+    small_config: Callable[..., Any],
+    change: Callable[[Path], None],
+    words: str,
+) -> None:
+    folder = Path(shutil.copytree(killed, tmp_path / "run"))
+    change(folder)
     config = small_config(folder, *OVERRIDES)
-    with pytest.raises(CheckpointError, match=r"config.yaml differs from what this run wrote"):
+    with pytest.raises(CheckpointError, match=words):
         asyncio.run(find_resume_point(config, Checkpoints(folder / "checkpoints", 1), note=print))
 
 
@@ -230,18 +247,3 @@ def test_a_metrics_file_changed_by_hand_is_refused_and_lost_rows_are_told_of(
 
     file.write_text("".join(lines))
     assert not resume().warnings
-
-
-@pytest.mark.slow
-def test_a_run_of_an_older_version_is_refused_with_a_clear_sentence(
-    killed: Path, tmp_path: Path, small_config: Callable[..., Any]
-) -> None:
-    folder = Path(shutil.copytree(killed, tmp_path / "run"))
-    database = sqlite3.connect(folder / "store.sqlite", isolation_level=None)
-    database.execute("UPDATE steps SET record = json_remove(record, '$.chain')")
-    database.close()
-    (folder / "head.json").unlink()
-
-    config = small_config(folder, *OVERRIDES)
-    with pytest.raises(CheckpointError, match="recorded by an older version of AgentEvo"):
-        asyncio.run(find_resume_point(config, Checkpoints(folder / "checkpoints", 1), note=print))

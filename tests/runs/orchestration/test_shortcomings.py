@@ -10,7 +10,7 @@ from byte_policy import byte_policy
 from agentevo.agents import Outcome
 from agentevo.api.run import train
 from agentevo.config import build_config
-from agentevo.runs.orchestration.progress import RunProgress
+from agentevo.runs.orchestration.run_record import RunProgress
 from agentevo.types import Message, Task
 
 

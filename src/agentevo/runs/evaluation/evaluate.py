@@ -26,7 +26,7 @@ from agentevo.runs.evaluation.play import (
 )
 from agentevo.runs.evaluation.results import AttemptLine, ResultsFolder, task_digest
 from agentevo.runs.evaluation.summary import numbers_of, parts_of_tasks, summarise
-from agentevo.runs.orchestration.tracking import Lines, check_tracking, report_evaluation
+from agentevo.runs.orchestration.tracking import check_tracking, report_evaluation
 from agentevo.runtime.event_loop import run_coroutine
 from agentevo.types import Task
 
@@ -124,7 +124,7 @@ def evaluate(
             folder.end(summary)
 
     place = Path.cwd() if what.out is None else what.out
-    report_evaluation(base, numbers_of(summary), folder=place, hearer=Lines(note))
+    report_evaluation(base, numbers_of(summary), folder=place, note=note)
     return summary
 
 

@@ -1,10 +1,10 @@
 """`agentevo launch-node`: the processes of a launch on one machine, as nodes.yaml lists them.
 
 The trainer's ranks run to their end. Engines and samplers restart when they die
-(runs/processes/supervisor.py). Node 0 writes a heartbeat to a file next to the run's folder, and at
-the end how the trainer ended. Nodes without a rank then end with the same exit code. They also end
-after LOST_S seconds without a heartbeat. The file's name contains the launch's id, so that a
-restarted job does not read the end of the previous job as its own. SIGTERM and Ctrl-C reach the
+(runs/orchestration/supervisor.py). Node 0 writes a heartbeat to a file next to the run's folder,
+and at the end how the trainer ended. Nodes without a rank then end with the same exit code. They
+also end after LOST_S seconds without a heartbeat. The file's name contains the launch's id, so that
+a restarted job does not read the end of the previous job as its own. SIGTERM and Ctrl-C reach the
 trainer, which ends after its step. No part of the run is lost, and the same command resumes it.
 """
 
@@ -30,8 +30,8 @@ import msgspec
 from agentevo.config import RunConfig, load_config
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.runs.folder.resume_rules import changes
-from agentevo.runs.launch.plan import LaunchPlan, read_plan
-from agentevo.runs.processes.supervisor import ChildProcess, Children, make_children
+from agentevo.runs.launch.plan import LaunchPlan, read_file
+from agentevo.runs.orchestration.supervisor import ChildProcess, Children, make_children
 from agentevo.runtime.console import to_stderr
 from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.device_names import visible
@@ -82,7 +82,7 @@ def run_node(
     """Runs the processes of the node with that rank, and blocks. Returns the exit code of the
     trainer. `head` is the address of node 0. `parent` is the id of a process with which this one
     ends. Raises ConfigError for a rank that does not exist."""
-    plan = read_plan(path)
+    plan = read_file(path, LaunchPlan)
     if not 0 <= rank < len(plan.nodes):
         raise ConfigError(f"--rank {rank}: {path} has {len(plan.nodes)} nodes, counted from 0")
     if not re.fullmatch(r"[\w.-]{1,200}", id):

@@ -21,16 +21,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pydantic
-
 from agentevo.config import load_config
-from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.errors import AgentEvoError
 from agentevo.runs.launch.node import GRACE_S, STOPPED, to_exit_code
-from agentevo.runs.launch.plan import LaunchPlan, read_plan
+from agentevo.runs.launch.plan import LaunchPlan, read_file
 from agentevo.runs.launch.targets import RayCluster
 from agentevo.runtime.console import to_stderr
 from agentevo.runtime.extras import load_extra
-from agentevo.runtime.parsing import ParseError, parse_yaml
 from agentevo.runtime.signals import catch_stop_signals
 
 POLL_INTERVAL_S = 1.0
@@ -95,8 +92,8 @@ def run_owner(
     RAY_ADDRESS or the cluster on this machine. Returns the trainer's exit code. Raises RayError,
     ConfigError."""
     ray: Any = load_extra("ray", "ray", "agentevo launch-own")
-    plan = read_plan(path)
-    cluster = _read_cluster(path.parent / RayCluster.file)
+    plan = read_file(path, LaunchPlan)
+    cluster = read_file(path.parent / RayCluster.file, RayCluster)
 
     try:
         ray.init(
@@ -116,16 +113,6 @@ def run_owner(
             return _Owner(ray, plan, cluster, path, id or f"ray-{int(time.time())}", note).run(stop)
     finally:
         ray.shutdown()
-
-
-def _read_cluster(path: Path) -> RayCluster:
-    try:
-        return RayCluster.model_validate(parse_yaml(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, ParseError, pydantic.ValidationError) as error:
-        raise ConfigError(
-            f"{path}: this is not a {RayCluster.file} of `agentevo launch --on ray` "
-            f"({str(error).splitlines()[0]}): write the folder again"
-        ) from error
 
 
 class _Owner:

@@ -68,17 +68,6 @@ def checkpoint_of(checkpoint: Path | None, config: RunConfig, policy: str) -> Pa
     return checkpoint / CHECKPOINTS / policy if policy in trained else None
 
 
-def saved_beside(
-    config: RunConfig, policies: Mapping[str, AgentPolicy]
-) -> dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
-    """Folder below a checkpoint -> the trained policy, other than the main one, that is saved
-    there."""
-    return {
-        f"{CHECKPOINTS}/{name}": (policies[name].model, policies[name].tokenizer)
-        for name in trained_policies(config)[1:]
-    }
-
-
 def make_policies(
     config: RunConfig,
     main: AgentPolicy,
@@ -103,7 +92,7 @@ def make_policies(
         policies[name] = AgentPolicy(
             loaded.model,
             loaded.tokenizer,
-            _engine(config, loaded, copy_policy(loaded.model) if is_own else loaded.model),
+            make_engine(config, loaded, copy_policy(loaded.model) if is_own else loaded.model),
         )
 
     for name, section in config.agents.items():
@@ -111,7 +100,7 @@ def make_policies(
             source = policies[section.weights_of]
             earlier = copy_policy(source.model)
             policies[name] = AgentPolicy(
-                earlier, source.tokenizer, _engine(config, source, earlier)
+                earlier, source.tokenizer, make_engine(config, source, earlier)
             )
 
     return policies
@@ -123,7 +112,7 @@ def players(config: RunConfig, policies: Mapping[str, AgentPolicy]) -> dict[str,
     return {name: of_policy[policy_of(config, name)] for name in by_rank(config)}
 
 
-def _engine(
+def make_engine(
     config: RunConfig, policy: LoadedModel | AgentPolicy, model: PreTrainedModel
 ) -> UpdatableEngine:
     """An engine that computes with `model`."""

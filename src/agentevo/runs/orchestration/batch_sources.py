@@ -9,8 +9,9 @@ The loop (run.py) is the same for all sources.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError, TrainingError
@@ -26,65 +27,58 @@ from agentevo.training.pairs import Pair, PairData
 from agentevo.types import Trajectory
 
 
-class BatchSource(Protocol):
-    """See the module. `num_steps` is the number of steps of the run."""
+class BatchSource(ABC):
+    """See the module. `num_steps` is the number of steps of the run. By default there is no
+    held-out data: held-out tasks measure the policy."""
 
     num_steps: int
-    activity: str
-    """The name of `collect` in the view and in profiles: "sampling" or "data"."""
-    samples_rollouts: bool
+    activity: str = "data"
+    """The name of `collect` in the view and in profiles."""
+    samples_rollouts: bool = False
     """Whether batches are made of attempts, so that the metrics of the engine and of the attempts
     describe a step."""
 
+    @abstractmethod
     async def collect(self, step: int) -> Collected: ...
 
+    @abstractmethod
     def prepare(self, collected: Collected, step: int) -> PreparedBatch: ...
 
     async def replay(self, record: StepRecord) -> PreparedBatch:
-        """Raises TrainingError if the store no longer has the step's training data."""
+        """By default the same data: it follows from the seed and the step. Raises TrainingError if
+        the store no longer has the step's training data."""
+        return self.prepare(await self.collect(record.step), record.step)
 
     def evaluate(self, stop: Callable[[], bool]) -> dict[str, float]:
         """Metrics of the policy on held-out data; empty if there is none. Raises StopAskedError
         when `stop()` becomes true during the evaluation."""
+        return {}
 
     def opening_metrics(self) -> dict[str, float]:
         """Metrics of the data that are logged before the first step."""
+        return {}
 
     def value(self, metrics: Mapping[str, float]) -> float | None:
         """The value by which the best checkpoint is chosen (higher is better), from `evaluate`'s
         metrics; None if the metrics do not contain it."""
-
-    def summary(self, before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
-        """Entries of summary.json that only this source has."""
-
-    def warnings(self) -> list[str]: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state for a resumed run, as JSON values."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-class WithoutHeldOutData:
-    """The common base of sources without held-out data: held-out tasks measure the policy."""
-
-    def evaluate(self, stop: Callable[[], bool]) -> dict[str, float]:
-        return {}
-
-    def opening_metrics(self) -> dict[str, float]:
-        return {}
-
-    def value(self, metrics: Mapping[str, float]) -> float | None:
         return None
 
     def summary(self, before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
+        """Entries of summary.json that only this source has."""
         return {}
 
     def warnings(self) -> list[str]:
         return []
 
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The state for a resumed run, as JSON values."""
 
-class RolloutBatches(WithoutHeldOutData):
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class RolloutBatches(BatchSource):
     """Groups of attempts at a step's tasks, made by the policy (reinforcement learning)."""
 
     activity = "sampling"
@@ -177,15 +171,12 @@ class RolloutBatches(WithoutHeldOutData):
         self.collector.load_state_dict(state)
 
 
-class GivenPairs(WithoutHeldOutData):
+class GivenPairs(BatchSource):
     """Pairs of answers from a file or from another run (preference training without sampling).
 
     The run's seed shuffles the groups of pairs again in each round. Groups that do not fill a step
     at a round's end wait for the next one: no step has a group twice.
     """
-
-    activity = "data"
-    samples_rollouts = False
 
     def __init__(self, config: RunConfig, groups: Sequence[Sequence[Pair]]) -> None:
         self.num_steps = config.trainer.steps
@@ -199,10 +190,6 @@ class GivenPairs(WithoutHeldOutData):
         """The pairs are trained on as they are."""
         pairs = collected.data_items
         return PreparedBatch(pairs, {"preference/num_pairs": float(len(pairs))})
-
-    async def replay(self, record: StepRecord) -> PreparedBatch:
-        """The same pairs: they follow from the seed and the step."""
-        return self.prepare(await self.collect(record.step), record.step)
 
     def state_dict(self) -> dict[str, Any]:
         return {"digest": self._data.digest()}

@@ -10,7 +10,7 @@ from typing import Literal
 from agentevo.config import ModelSection, RunConfig
 from agentevo.config.agents import AgentSection, CodeAgentSection
 from agentevo.config.algorithm_functions import check_names
-from agentevo.config.parallel import world_size
+from agentevo.config.parallel import follows, world_size
 from agentevo.errors import ConfigError, TrainingError, UnusableCheckpointError
 from agentevo.inference.engines import check_engine
 from agentevo.inference.serving.secret import RunSecret
@@ -20,11 +20,13 @@ from agentevo.models.compute.adapters import check_lora
 from agentevo.models.files.load import LoadedModel, check_overrides, load_hollow
 from agentevo.models.files.resolve import TINY, locate, resolve, saved_folder
 from agentevo.models.files.weight_files import check_saved_model
+from agentevo.observability import LiveView
 from agentevo.observability.tracing import check_tracing
 from agentevo.rollout.given_tasks import GivenTasks
+from agentevo.runs.folder.chain import is_given_up
+from agentevo.runs.folder.creation import check_place
 from agentevo.runs.orchestration.components import AgentFunction, check_memory, load_policy
-from agentevo.runs.orchestration.conversations import check_sft_data
-from agentevo.runs.orchestration.device_plan import plan_of
+from agentevo.runs.orchestration.conversations import check_sft_data, read_sft_data
 from agentevo.runs.orchestration.players import (
     check_environment,
     check_play,
@@ -34,6 +36,7 @@ from agentevo.runs.orchestration.players import (
 from agentevo.runs.orchestration.preference_data import check_preference
 from agentevo.runs.orchestration.profiling import check_profile
 from agentevo.runs.orchestration.refusals import Refusals
+from agentevo.runs.orchestration.supervisor import plan_of
 from agentevo.runs.orchestration.tracking import check_tracking
 from agentevo.runtime.paths import spelling_hint
 from agentevo.training.algorithm_functions import try_out
@@ -102,19 +105,37 @@ def check_parts(
     refusals.collect(_check_algorithm, config)
     refusals.collect(check_memory, config)
     refusals.collect(check_profile, config)
-    _check_models(config, resume, may_fetch, refusals)
+    policies = [] if resume else _policies(config)
+    _check_models(policies, _other_models(config), may_fetch, refusals)
     return given_tasks
 
 
-def _check_models(config: RunConfig, resume: bool, may_fetch: bool, refusals: Refusals) -> None:
+def check_sft_parts(config: RunConfig, resume: bool, *, may_fetch: bool = True) -> None:
+    """Checks the parts of `agentevo sft`, as `check_parts` does for training. The environment is
+    optional."""
+    refusals = Refusals()
+    for check in (check_processes, check_tracking, check_sft_data, check_memory, check_profile):
+        refusals.collect(check, config)
+
+    if config.environment is not None:
+        refusals.collect(check_environment, config)
+    _check_models([] if resume else [config.model], [], may_fetch, refusals)
+
+
+def _check_models(
+    policies: Sequence[ModelSection],
+    others: Sequence[str],
+    may_fetch: bool,
+    refusals: Refusals,
+) -> None:
     """Checks the models. Raises ConfigError for all `refusals`, before any download and at the
     end."""
     if may_fetch:
         refusals.raise_all()
 
-    for section in () if resume else _policies(config):
+    for section in policies:
         refusals.collect(_check_model, section, may_fetch)
-    for name in _other_models(config):
+    for name in others:
         refusals.collect(resolve if may_fetch else locate, name)
 
     refusals.raise_all()
@@ -144,6 +165,33 @@ def _check_optimizer(folder: Path) -> None:
             f"trainer.optimizer_from: {error.__cause__}: give the folder of a checkpoint, such as "
             "runs/NAME/checkpoints/step-000010"
         ) from error
+
+
+def check_dry(
+    config: RunConfig, command: Literal["train", "sft"] = "train", *, resume: bool = False
+) -> list[str]:
+    """Does the checks of `train` before it samples, and raises all problems in one ConfigError,
+    without reading the weights of a saved model. Downloads and writes nothing. Returns the lines of
+    `startup_notes`, and a line for each model whose weights were too large to compare with their
+    digests. Raises ModelError and TornError too."""
+    refusals = Refusals()
+    given_tasks = refusals.collect(check_recipe, config, command, resume=resume, may_fetch=False)
+    if follows():
+        refusals.raise_all()
+        return []
+
+    goes_on = resume and not is_given_up(config.run_dir)
+    lines: list[str] = []
+    refusals.collect(check_place, config, command, resume=goes_on, may_create=False)
+    if not goes_on:
+        lines = refusals.collect(check_weights, config) or []
+        loaded = refusals.collect(check_unloaded, config)
+        if command == "sft" and loaded is not None:
+            view = LiveView(config.run.name)
+            refusals.collect(read_sft_data, config, loaded, view, lambda: False)
+
+    refusals.raise_all()
+    return startup_notes(config, given_tasks) + lines
 
 
 def startup_notes(config: RunConfig, given_tasks: GivenTasks | None) -> list[str]:
@@ -291,20 +339,3 @@ def check_agent(
             "put the agent into a file (@agentevo.agent(NAME), key import) and the tasks into "
             "another (key tasks)"
         )
-
-
-def check_sft_parts(config: RunConfig, resume: bool, *, may_fetch: bool = True) -> None:
-    """Checks the parts of `agentevo sft`, as `check_parts` does for training. The environment is
-    optional."""
-    refusals = Refusals()
-    for check in (check_processes, check_tracking, check_sft_data, check_memory, check_profile):
-        refusals.collect(check, config)
-
-    if config.environment is not None:
-        refusals.collect(check_environment, config)
-    if may_fetch:
-        refusals.raise_all()
-    if not resume:
-        refusals.collect(_check_model, config.model, may_fetch)
-
-    refusals.raise_all()

@@ -10,24 +10,12 @@ from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.compute.adapters import dropping_out
 from agentevo.observability import LiveView
 from agentevo.runs.orchestration.components import Components
-from agentevo.runs.orchestration.demonstrations import solver_episodes
-from agentevo.runs.orchestration.learners import PolicyTrainers
+from agentevo.runs.orchestration.players import solver_episodes
+from agentevo.runs.orchestration.rank_trainers import PolicyTrainers
 from agentevo.runs.orchestration.rollout_sources import StopAskedError
-from agentevo.runs.orchestration.run_evaluation import RunEvaluation
-from agentevo.runs.orchestration.run_record import RunRecord
 from agentevo.runtime.seeds import derive_seed
 from agentevo.training.supervised import conversation_sample, train_supervised
 from agentevo.types import Sample
-
-
-def demonstrations(
-    parts: Components, view: LiveView, stop: Callable[[], bool] = lambda: False
-) -> list[Sample]:
-    """`cold_start.episodes` episodes as training samples. Raises as `solver_samples`."""
-    section = parts.config.cold_start
-    return solver_samples(
-        parts.config, parts.chat, section.episodes, section.random_action_rate, view, stop
-    )
 
 
 def solver_samples(
@@ -71,12 +59,15 @@ def cold_start(
     """Trains the model in place and returns the metrics of the supervised phase. Raises as
     `solver_samples`. A stop during training ends it before its next step."""
     config = parts.config
-    samples = demonstrations(parts, view, stop)
+    section = config.cold_start
+    samples = solver_samples(
+        config, parts.chat, section.episodes, section.random_action_rate, view, stop
+    )
     seed = derive_seed(config.run.seed, "cold-start")
     with dropping_out(parts.model, seed):
         losses = train_supervised(
             samples,
-            config.cold_start,
+            section,
             config.trainer,
             make=trainers.cold_start,
             seed=seed,
@@ -86,7 +77,7 @@ def cold_start(
             stop=stop,
         )
 
-    trained = sum(s.num_trained for s in samples) * config.cold_start.epochs
+    trained = sum(s.num_trained for s in samples) * section.epochs
     return (
         {
             "cold_start/loss_first": losses[0],
@@ -96,43 +87,3 @@ def cold_start(
         if losses
         else {}
     )
-
-
-class ColdStart:
-    """The cold start of a run, logged and, where it helps, evaluated before."""
-
-    def __init__(
-        self,
-        parts: Components,
-        trainers: PolicyTrainers,
-        record: RunRecord,
-        evaluation: RunEvaluation,
-        view: LiveView,
-        is_stopped: Callable[[], bool],
-    ) -> None:
-        self._parts = parts
-        self._trainers = trainers
-        self._record = record
-        self._evaluation = evaluation
-        self._view = view
-        self._is_stopped = is_stopped
-
-    async def run(self, *, is_logged: bool) -> None:
-        """Teaches the model, or ends early if the run is asked to stop. `is_logged`: a resumed run
-        without a checkpoint, whose log has it already."""
-        progress = self._record.progress
-        # Random weights are not worth an evaluation, and engines of other processes have no weights
-        # yet.
-        shows = self._parts.config.model.name != "tiny" and self._parts.run_engines is None
-        try:
-            if shows and not is_logged:
-                progress.cold_start_before = await self._evaluation.evaluate(
-                    "before the cold start", full=False, label="untaught-"
-                )
-            metrics = cold_start(self._parts, self._view, self._is_stopped, self._trainers)
-        except StopAskedError:
-            return
-
-        if not is_logged:
-            progress.trained_tokens += int(metrics.get("cold_start/tokens", 0))
-            self._record.log.log(0, metrics)

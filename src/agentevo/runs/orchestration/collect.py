@@ -69,24 +69,29 @@ class _Gathered:
 
 
 class StepTasks(Protocol):
-    """Which tasks a step has (rollout/task_source.py)."""
+    """Which tasks a step has (rollout/task_source.py). By default nothing but a step's own tasks
+    exists."""
 
     def train(self, step: int) -> Sequence[Task]: ...
 
     def refill(self, step: int) -> Iterator[Task]:
         """More tasks for a step that could not fill its batch."""
+        return iter(())
 
     def source_of(self, task_id: str) -> str | None:
         """The name of a task's source, where sources are mixed."""
+        return None
 
     async def learn(self, store: Store) -> None:
         """Reads the part of the committed steps that determines the tasks of later steps."""
 
     def stage_name(self, step: int) -> str:
         """The name of the stage of a step; empty if there are none."""
+        return ""
 
     def metrics_of(self, step: int) -> dict[str, float]:
         """Metrics of how a step's tasks were chosen."""
+        return {}
 
 
 class Collector:

@@ -27,7 +27,6 @@ from agentevo.config.named_agents import trained_policies
 from agentevo.config.routing import needs_routers
 from agentevo.errors import ConfigError
 from agentevo.inference.engine import UpdatableEngine
-from agentevo.inference.engines import engines
 from agentevo.inference.weights.weight_transport import WeightSender
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.compute.activations import keep_activations
@@ -37,18 +36,19 @@ from agentevo.models.compute.compiled import compile_layers
 from agentevo.models.compute.positions import context_length
 from agentevo.models.compute.routers import enable_routing
 from agentevo.models.compute.rows import row_settings
-from agentevo.models.files.load import LoadedModel, load_model, load_reward_model
+from agentevo.models.files.load import LoadedModel, load_model
 from agentevo.models.files.model_copy import copy_policy
 from agentevo.observability.tracing import open_tracing
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.task_source import TaskSource
 from agentevo.runs.folder.store_opening import open_run_store
 from agentevo.runs.orchestration.agent_policies import (
+    CHECKPOINTS,
     AgentPolicy,
+    make_engine,
     make_policies,
     open_weights,
     players,
-    saved_beside,
 )
 from agentevo.runs.orchestration.players import corpus_of, find_agent
 from agentevo.runtime.console import to_stderr
@@ -57,7 +57,6 @@ from agentevo.runtime.seeds import derive_seed
 from agentevo.store.call_log import CallLog, call_log
 from agentevo.store.store import Store
 from agentevo.training.quantized_optimizer import check_8bit
-from agentevo.training.roles.token_rewards import TokenRewardModel
 from agentevo.types import Task
 
 if TYPE_CHECKING:
@@ -105,8 +104,12 @@ class Components:
 
     @property
     def saved_beside(self) -> dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
-        """See agent_policies.saved_beside."""
-        return saved_beside(self.config, self.policies)
+        """Folder below a checkpoint -> the trained policy, other than the main one, that is saved
+        there."""
+        return {
+            f"{CHECKPOINTS}/{name}": (self.policies[name].model, self.policies[name].tokenizer)
+            for name in trained_policies(self.config)[1:]
+        }
 
     def engine_stats(self) -> dict[str, float]:
         """Counters of all engines, added up."""
@@ -235,8 +238,15 @@ async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
     where the recipe's `tracing` says; `uses_run_engines`: this process makes no engine and asks the
     run's other ones."""
     loaded = load_policy(config, checkpoint) if loaded is None else loaded
-    run_engines = _run_engines(config) if uses_run_engines else None
-    engine = run_engines or _own_engine(config, loaded, transport)
+    run_engines = None
+    if uses_run_engines:
+        from agentevo.inference.serving.run_engines import RunEngines  # needs websockets
+
+        run_engines = RunEngines(config)
+
+    engine = run_engines or make_engine(
+        config, loaded, loaded.model if transport == "shared" else copy_policy(loaded.model)
+    )
     main = AgentPolicy(loaded.model, loaded.tokenizer, engine)
     policies = make_policies(config, main, checkpoint, load_policy, transport)
     needs_environment = agent is None and isinstance(config.agent, EnvironmentAgentSection)
@@ -280,29 +290,3 @@ async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
             stack.callback(parts.sampler.close)
 
         yield parts
-
-
-def _own_engine(config: RunConfig, loaded: LoadedModel, transport: str) -> UpdatableEngine:
-    model = loaded.model if transport == "shared" else copy_policy(loaded.model)
-    return engines.get(config.engine.type)(model, loaded.tokenizer, config.engine)
-
-
-def _run_engines(config: RunConfig) -> RunEngines:
-    from agentevo.inference.serving.run_engines import RunEngines  # needs websockets
-
-    return RunEngines(config)
-
-
-def load_token_reward_model(
-    config: RunConfig,
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    share: Callable[[PreTrainedModel], PreTrainedModel] = lambda model: model,
-) -> TokenRewardModel | None:
-    """The model whose scores are added to the environment's rewards; None for a recipe without one.
-    `share` makes this process's part of it."""
-    section = config.reward_model
-    if section.name is None:
-        return None
-    model = load_reward_model(section.name, policy, tokenizer)
-    return TokenRewardModel(share(prepare(model).requires_grad_(False)), section)

@@ -23,13 +23,13 @@ from agentevo.models.compute.positions import context_length, row_limit
 from agentevo.models.files.load import LoadedModel
 from agentevo.observability import LiveView
 from agentevo.runs.folder.run_folder import check_run_folder, read_store
+from agentevo.runs.orchestration.batch_sources import BatchSource
 from agentevo.runs.orchestration.cold_start import solver_samples
 from agentevo.runs.orchestration.collect import Collected
 from agentevo.runs.orchestration.players import check_solver
 from agentevo.runs.orchestration.preference_data import check_tokenizer
 from agentevo.runs.orchestration.rollout_sources import StopAskedError
 from agentevo.runtime.seeds import derive_seed
-from agentevo.store.records import StepRecord
 from agentevo.training.assistant_tokens import AssistantTokens, TokenRow
 from agentevo.training.learner import PreparedBatch
 from agentevo.training.pairs import answer_of
@@ -80,16 +80,13 @@ class SFTData:
         return [row.sample() for rows in self.held_out.values() for row in rows]
 
 
-class ConversationBatches:
+class ConversationBatches(BatchSource):
     """Batches of conversations, in an order that follows from the run's seed (supervised
     fine-tuning).
 
     Some conversations may be held out. The best checkpoint is then the one with the lowest loss on
     these, unless the recipe has an environment to play.
     """
-
-    activity = "data"
-    samples_rollouts = False
 
     def __init__(self, config: RunConfig, data: SFTData) -> None:
         self._config = config
@@ -111,10 +108,6 @@ class ConversationBatches:
     def prepare(self, collected: Collected, step: int) -> PreparedBatch:
         """The conversations are trained on as they are."""
         return PreparedBatch(collected.data_items)
-
-    async def replay(self, record: StepRecord) -> PreparedBatch:
-        """The same conversations: they follow from the data, the seed and the step."""
-        return self.prepare(await self.collect(record.step), record.step)
 
     def evaluate(self, stop: Callable[[], bool]) -> dict[str, float]:
         """Loss, perplexity and token accuracy on the held-out conversations, if there are any.

@@ -3,11 +3,14 @@ does not need torch, so samplers on machines without it use it too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
+
+import msgspec
 
 from agentevo.agents import AgentFunction, FunctionAgent, make_agent
-from agentevo.agents.environment_agent import demonstrate, first_messages
+from agentevo.agents.environment_agent import Demonstration, demonstrate, first_messages
 from agentevo.agents.environment_thread import SoloEnvironment
 from agentevo.agents.task_agent import asks_once, check_agent_names
 from agentevo.config import EnvironmentAgentSection, RunConfig
@@ -25,6 +28,7 @@ from agentevo.rollout.task_source import TaskSource
 from agentevo.rollout.tasks import environment_seed
 from agentevo.runs.orchestration.refusals import Refusals
 from agentevo.runtime.console import to_stderr
+from agentevo.runtime.progress import over
 from agentevo.types import Baselines, Task
 
 CORPUS_EPISODES = 64
@@ -180,3 +184,63 @@ def corpus_of(config: RunConfig) -> Iterable[str]:
             f"environment {solo.name}: all of {CORPUS_EPISODES} episodes for the words of the tiny "
             f"model failed, the first with: {failures[0]}"
         ) from failures[0]
+
+
+def solver_episodes(
+    config: RunConfig,
+    episodes: int,
+    random_action_rate: float,
+    *,
+    note: Callable[[str], None],
+    remedy: str,
+) -> Iterator[tuple[int, Demonstration]]:
+    """Episodes that the environment's own solver plays, on seeds that nothing else uses, with their
+    numbers. Episodes that the environment fails are left out and
+    reported at the end. Raises ConfigError for an environment without a solver, with the remedy,
+    and where all episodes fail."""
+    failures: list[EnvironmentFailure] = []
+    with solo_environment(config, note) as solo:
+        for index in over(range(episodes), "demonstrations", episodes, "episodes"):
+            seed = environment_seed(config.run.seed, "demonstration", CORPUS_EPISODES + index)
+            play = partial(
+                demonstrate,
+                seed=seed,
+                section=config.environment_agent,
+                random_rate=random_action_rate,
+            )
+            try:
+                shown = solo.call(play)
+            except EnvironmentFailure as error:
+                failures.append(error)
+                continue
+
+            if shown is None:
+                raise ConfigError(f"environment {solo.name} has no solver to learn from: {remedy}")
+
+            yield index, shown
+
+    if failures:
+        failed = f"{len(failures)} of {episodes} demonstrations failed, the first with: "
+        if len(failures) == episodes:
+            raise ConfigError(f"environment {solo.name}: {failed}{failures[0]}") from failures[0]
+        note(f"warning: {failed}{failures[0]}")
+
+
+def demonstration_rows(
+    config: RunConfig, episodes: int, note: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    """The episodes that succeed, as rows for `agentevo sft`. Raises as `solver_episodes`."""
+    played = solver_episodes(
+        config,
+        episodes,
+        0.0,
+        note=note,
+        remedy="only an environment that knows the best action can demonstrate it",
+    )
+    for index, shown in played:
+        if shown.success:
+            for messages in shown.conversations:
+                yield {
+                    "id": f"demonstration-{index}",
+                    "messages": [msgspec.to_builtins(message) for message in messages],
+                }

@@ -10,7 +10,6 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from agentevo.agents.environment_agent import demonstrate
-from agentevo.algorithms.presets import PreferenceAlgorithm
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.models.compute.positions import context_length, row_limit
@@ -28,45 +27,11 @@ from agentevo.types import Sample, Trajectory
 def solver_answers(parts: Components) -> Callable[[str], list[Sample]] | None:
     """Task id -> the conversations of the environment's solver on it; None for a recipe whose pairs
     have another source."""
-    preference = parts.config.algorithm.preference()
-    if preference is None or preference.pairs != "demonstrations" or parts.config.data.given:
-        return None
-    return _solver(parts)
-
-
-def given_pairs(parts: Components) -> list[list[Pair]] | None:
-    """The recipe's own pairs, by line or by group; None if it has none. Raises ConfigError for
-    pairs that can't be read."""
-    preference = parts.config.algorithm.preference()
-    return None if preference is None else _given_groups(parts, preference)
-
-
-def check_preference(config: RunConfig) -> None:
-    """Raises ConfigError, before anything is created, for a missing solver, lines of the file or
-    other run."""
-    algorithm = config.algorithm.preference()
-    if algorithm is None:
-        return
-
-    if config.data.pairs is not None:
-        read_pair_file(config.data.pairs, algorithm.loss)
-    elif config.data.pairs_from is not None:
-        check_run_folder(config.data.pairs_from)
-        if config.data.pairs_from.resolve() == config.run_dir.resolve():
-            raise ConfigError(
-                f"data.pairs_from: {config.data.pairs_from} is this run's own folder: give it "
-                "another one with run.dir"
-            )
-    elif algorithm.pairs == "demonstrations":
-        check_solver(
-            config,
-            "algorithm.pairs=demonstrations asks: set algorithm.pairs=best_worst",
-        )
-
-
-def _solver(parts: Components) -> Callable[[str], list[Sample]]:
-    """Task id -> the conversations of the environment's solver on it."""
     config = parts.config
+    preference = config.algorithm.preference()
+    if preference is None or preference.pairs != "demonstrations" or config.data.given:
+        return None
+
     solo = solo_environment(config, parts.note)
     failures: list[EnvironmentFailure] = []
 
@@ -91,8 +56,13 @@ def _solver(parts: Components) -> Callable[[str], list[Sample]]:
     return demonstration_samples
 
 
-def _given_groups(parts: Components, algorithm: PreferenceAlgorithm) -> list[list[Pair]] | None:
-    """The recipe's pairs, grouped by line or by group; None if it gives none."""
+def given_pairs(parts: Components) -> list[list[Pair]] | None:
+    """The recipe's own pairs, by line or by group; None if it has none. Raises ConfigError for
+    pairs that can't be read."""
+    algorithm = parts.config.algorithm.preference()
+    if algorithm is None:
+        return None
+
     data = parts.config.data
     if data.pairs is not None:
         return pairs_of_lines(
@@ -126,6 +96,29 @@ def _given_groups(parts: Components, algorithm: PreferenceAlgorithm) -> list[lis
         )
 
     return list(groups.values())
+
+
+def check_preference(config: RunConfig) -> None:
+    """Raises ConfigError, before anything is created, for a missing solver, lines of the file or
+    other run."""
+    algorithm = config.algorithm.preference()
+    if algorithm is None:
+        return
+
+    if config.data.pairs is not None:
+        read_pair_file(config.data.pairs, algorithm.loss)
+    elif config.data.pairs_from is not None:
+        check_run_folder(config.data.pairs_from)
+        if config.data.pairs_from.resolve() == config.run_dir.resolve():
+            raise ConfigError(
+                f"data.pairs_from: {config.data.pairs_from} is this run's own folder: give it "
+                "another one with run.dir"
+            )
+    elif algorithm.pairs == "demonstrations":
+        check_solver(
+            config,
+            "algorithm.pairs=demonstrations asks: set algorithm.pairs=best_worst",
+        )
 
 
 def check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, key: str, model: str) -> None:

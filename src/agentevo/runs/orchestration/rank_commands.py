@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from agentevo.config import SFTSection
 from agentevo.models.files.split_models import PartsCommand
-from agentevo.runs.orchestration.learners import TrainerKind
+from agentevo.runs.orchestration.learners import TrainerName
 from agentevo.training.batching.credit import TurnCredits
-from agentevo.training.learner import PreparedBatch
+from agentevo.training.learner import Learner, PreparedBatch
+from agentevo.training.preference import PreferenceTrainer
+from agentevo.training.supervised import SupervisedTrainer
 from agentevo.training.trainer import Trainer
 from agentevo.types import Sample, Trajectory
 
@@ -30,31 +33,40 @@ class StopFollowing:
 
 @dataclass(frozen=True)
 class MakeTrainer:
-    """Make a trainer of the policy. Later commands name its kind."""
+    """Make a trainer of the policy (learners.py). Later commands name it."""
 
-    kind: TrainerKind
+    name: TrainerName
+    total_steps: int = 0
+    """Of supervised training."""
+    settings: SFTSection | None = None
+    """Of a cold start."""
 
 
 @dataclass(frozen=True)
 class BeginTraining:
     """See Learner.begin."""
 
-    name: str
+    name: TrainerName
+
+    def apply(self, trainer: Learner) -> None:
+        """Makes the call on this process."""
+        trainer.begin()
 
 
 @dataclass(frozen=True)
 class PrepareAttempts:
     """See Trainer.prepare."""
 
-    name: str
+    name: TrainerName
     trajectories: Sequence[Trajectory]
     baselines: Mapping[str, float]
     version: int | None
     bound: int | None
     turn_credits: TurnCredits
 
-    def apply(self, trainer: Trainer) -> PreparedBatch:
+    def apply(self, trainer: Learner) -> PreparedBatch:
         """Makes the call on this process."""
+        assert isinstance(trainer, (Trainer, PreferenceTrainer))
         return trainer.prepare(
             self.trajectories,
             self.baselines,
@@ -68,23 +80,34 @@ class PrepareAttempts:
 class TrainStep:
     """See Learner.step."""
 
-    name: str
+    name: TrainerName
     samples: Sequence[Any]
+
+    def apply(self, trainer: Learner) -> dict[str, float]:
+        """Makes the call on this process."""
+        return trainer.step(self.samples)
 
 
 @dataclass(frozen=True)
 class MeasureHeldOut:
     """See SupervisedTrainer.held_out. Only the first process can stop it."""
 
-    name: str
+    name: TrainerName
     samples: Sequence[Sample]
+
+    def apply(
+        self, trainer: Learner, stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
+        """Makes the call on this process."""
+        assert isinstance(trainer, SupervisedTrainer)
+        return trainer.held_out(self.samples, stop=stop)
 
 
 @dataclass(frozen=True)
 class LoadTrainerState:
     """See Learner.load_state_dict: the others read the checkpoint themselves."""
 
-    name: str
+    name: TrainerName
     checkpoint: Path
 
 
@@ -92,7 +115,7 @@ class LoadTrainerState:
 class TakeOptimizer:
     """See Optimization.carry_on: every process reads the other run's checkpoint."""
 
-    name: str
+    name: TrainerName
     checkpoint: Path
 
 
@@ -106,20 +129,14 @@ class ContributeState:
     """Add this process's part to a checkpoint. `with_weights`: no process has the whole model.
     `copied`: the state as it is now, although training continues before it is written."""
 
-    name: str
+    name: TrainerName
     with_weights: bool
     copied: bool
 
 
-TrainerCommand: TypeAlias = (
-    BeginTraining
-    | PrepareAttempts
-    | TrainStep
-    | MeasureHeldOut
-    | LoadTrainerState
-    | TakeOptimizer
-    | ContributeState
-)
+TrainerCall: TypeAlias = BeginTraining | PrepareAttempts | TrainStep | MeasureHeldOut
+"""Commands that are the same call on every process."""
+TrainerCommand: TypeAlias = TrainerCall | LoadTrainerState | TakeOptimizer | ContributeState
 """Commands to one trainer, by its name."""
 FollowerCommand: TypeAlias = MakeTrainer | GatherWeights | TrainerCommand | PartsCommand
 """Commands to a process that has loaded the policy."""

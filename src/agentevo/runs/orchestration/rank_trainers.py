@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -21,14 +21,8 @@ from agentevo.models.compute.sharded import skeleton_of
 from agentevo.models.files.split_models import InParts, register_in_parts
 from agentevo.runs.orchestration.components import load_policy
 from agentevo.runs.orchestration.learners import (
-    AnyTrainer,
-    ColdStartTraining,
-    PolicyTraining,
-    PreferenceTraining,
-    SupervisedTraining,
-    TrainerKind,
-    make_learner,
-    preference_trainer,
+    LocalTrainers,
+    TrainerName,
     saved_state,
 )
 from agentevo.runs.orchestration.rank_commands import (
@@ -41,6 +35,7 @@ from agentevo.runs.orchestration.rank_commands import (
     MeasureHeldOut,
     PrepareAttempts,
     TakeOptimizer,
+    TrainerCall,
     TrainStep,
     title_of,
 )
@@ -59,11 +54,11 @@ from agentevo.training.token_numbers import TokenNumbers
 from agentevo.training.trainer import Trainer
 from agentevo.types import Sample, Trajectory
 
-L = TypeVar("L", Trainer, PreferenceTrainer, SupervisedTrainer)
+L = TypeVar("L", bound=Trainer | PreferenceTrainer | SupervisedTrainer)
 
 
 class RankTrainers:
-    """PolicyTrainers of all processes; see the module."""
+    """As LocalTrainers, of all processes; see the module."""
 
     def __init__(
         self,
@@ -81,7 +76,6 @@ class RankTrainers:
         self.checkpoint = checkpoint
         self._serving = model
         self._config = config
-        self._tokenizer = tokenizer
         ranks.send(LoadPolicy(checkpoint))
         self.log = ranks.log(config.run_dir)
         self.reads_parts = config.trainer.parallel.is_spread
@@ -93,6 +87,7 @@ class RankTrainers:
             part_of = load_policy(config, checkpoint, for_part=True).model if serves else model
             self._model = ranks.share(part_of)
 
+        self._local = ranks.trainers(config, self._model, tokenizer)
         if not self._has_whole:
             register_in_parts(
                 model,
@@ -104,41 +99,27 @@ class RankTrainers:
                 ),
             )
 
-    def policy(self) -> RankPolicyTrainer:
-        """See PolicyTrainers."""
-        return RankPolicyTrainer(self, *self._make(PolicyTraining(), Trainer))
+    def policy(self) -> RankRolloutTrainer:
+        self.ranks.send(MakeTrainer("policy"))
+        return RankRolloutTrainer(self, "policy", self._local.policy())
 
-    def preferences(self, demonstrations: Demonstrations | None) -> RankPreferenceTrainer:
-        """See PolicyTrainers. Only this process makes pairs, so the others need no
-        demonstrations."""
-        kind = PreferenceTraining()
-        self.ranks.send(MakeTrainer(kind))
-        trainer = preference_trainer(self._config, self._model, demonstrations)
-        return RankPreferenceTrainer(self, kind.name, trainer)
+    def preferences(self, demonstrations: Demonstrations | None) -> RankRolloutTrainer:
+        """Only this process makes pairs, so the others need no demonstrations."""
+        self.ranks.send(MakeTrainer("preferences"))
+        return RankRolloutTrainer(self, "preferences", self._local.preferences(demonstrations))
 
     def conversations(self, total_steps: int) -> RankSupervisedTrainer:
-        """See PolicyTrainers."""
-        made = self._make(SupervisedTraining(total_steps), SupervisedTrainer)
-        return RankSupervisedTrainer(self, *made)
+        self.ranks.send(MakeTrainer("sft", total_steps))
+        return RankSupervisedTrainer(self, "sft", self._local.conversations(total_steps))
 
     def cold_start(self, settings: SFTSection, total_steps: int) -> RankSupervisedTrainer:
-        """See PolicyTrainers. Each process seeds its dropout itself."""
-        made = self._make(ColdStartTraining(settings, total_steps), SupervisedTrainer)
-        return RankSupervisedTrainer(self, *made)
+        self.ranks.send(MakeTrainer("cold_start", total_steps, settings))
+        trainer = self._local.cold_start(settings, total_steps)
+        return RankSupervisedTrainer(self, "cold_start", trainer)
 
-    def _make(self, kind: TrainerKind, of: type[L]) -> tuple[str, L]:
-        """A trainer that all processes make, and its name."""
-        self.ranks.send(MakeTrainer(kind))
-        trainer: AnyTrainer = make_learner(
-            self._config, kind, self._model, self._tokenizer, self.ranks.share
-        )
-        assert isinstance(trainer, of)
-        return kind.name, trainer
-
-    def state_of(
-        self, trainer: Learner, *, copied: bool
-    ) -> tuple[dict[str, Any], Contribution | None]:
-        """See PolicyTrainers. The other processes begin now."""
+    def state_of(self, trainer: Learner, *, copied: bool) -> tuple[dict[str, Any], Contribution]:
+        """The trainer's state for a checkpoint, and what all processes add to it: of the state as
+        it is now, whenever it is written, if `copied`. The other processes begin now."""
         assert isinstance(trainer, RankTrainer), "several processes train one policy"
 
         command = ContributeState(trainer.name, with_weights=not self._has_whole, copied=copied)
@@ -148,7 +129,7 @@ class RankTrainers:
         return split_state(state)[0], shared  # `shared` has the parts
 
     def take_optimizer(self, trainer: Learner, checkpoint: Path) -> None:
-        """See PolicyTrainers."""
+        """The trainer continues with the optimizer's state of another run's checkpoint."""
         assert isinstance(trainer, RankTrainer), "several processes train one policy"
 
         self.ranks.send(TakeOptimizer(trainer.name, checkpoint))
@@ -165,7 +146,7 @@ class RankTrainers:
 class RankTrainer(Generic[L]):
     """The first process's trainer, of any kind: a Learner."""
 
-    def __init__(self, trainers: RankTrainers, name: str, local: L) -> None:
+    def __init__(self, trainers: RankTrainers, name: TrainerName, local: L) -> None:
         self.name = name
         self._trainers = trainers
         self._ranks = trainers.ranks
@@ -185,23 +166,22 @@ class RankTrainer(Generic[L]):
 
     def begin(self) -> None:
         """See Learner.begin."""
-        command = BeginTraining(self.name)
-        with self._trainers.log.call(title_of(command)):
-            self._ranks.send(command)
-            self._local.begin()
+        self._call(BeginTraining(self.name))
 
     def step(self, samples: Sequence[Any]) -> dict[str, float]:
         """See Learner.step."""
-        command = TrainStep(self.name, samples)
-        with self._trainers.log.call(title_of(command)):
-            self._ranks.send(command)
-            metrics = self._local.step(samples)
-
+        metrics: dict[str, float] = self._call(TrainStep(self.name, samples))
         self._trainers.gather()
         return metrics
 
+    def _call(self, command: TrainerCall) -> Any:
+        """Makes the call on all processes. Returns this process's result."""
+        with self._trainers.log.call(title_of(command)):
+            self._ranks.send(command)
+            return command.apply(self._local)
+
     def state_dict(self) -> dict[str, Any]:
-        """This process's part of the state; PolicyTrainers.state_of is of all processes."""
+        """This process's part of the state; RankTrainers.state_of is of all processes."""
         return self._local.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -215,7 +195,7 @@ class RankTrainer(Generic[L]):
             self._local.load_state_dict(state)
 
 
-class RankPolicyTrainer(RankTrainer[Trainer]):
+class RankRolloutTrainer(RankTrainer[Trainer | PreferenceTrainer]):
     """A RolloutTrainer."""
 
     def prepare(
@@ -231,35 +211,21 @@ class RankPolicyTrainer(RankTrainer[Trainer]):
         command = PrepareAttempts(
             self.name, list(trajectories), dict(baselines), version, bound, dict(turn_credits)
         )
-        with self._trainers.log.call(title_of(command)):
-            self._ranks.send(command)
-            return command.apply(self._local)
+        if isinstance(self._local, PreferenceTrainer):
+            return command.apply(self._local)  # making pairs needs no model, so no other process
 
-
-class RankPreferenceTrainer(RankTrainer[PreferenceTrainer]):
-    """A RolloutTrainer. Making pairs of attempts needs no model, so this process does it alone."""
-
-    def prepare(
-        self,
-        trajectories: Sequence[Trajectory],
-        baselines: Mapping[str, float] = MappingProxyType({}),
-        *,
-        version: int | None = None,
-        bound: int | None = None,
-        turn_credits: TurnCredits = MappingProxyType({}),
-    ) -> PreparedBatch:
-        """See RolloutTrainer.prepare."""
-        return self._local.prepare(
-            trajectories, baselines, version=version, bound=bound, turn_credits=turn_credits
-        )
+        batch: PreparedBatch = self._call(command)
+        return batch
 
 
 class RankSupervisedTrainer(RankTrainer[SupervisedTrainer]):
-    """A ConversationTrainer."""
-
     def held_out(
         self, samples: Sequence[Sample], *, stop: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
         """See SupervisedTrainer.held_out. Only this process can stop it."""
-        self._ranks.send(MeasureHeldOut(self.name, samples))
-        return self._local.held_out(samples, stop=stop)
+        command = MeasureHeldOut(self.name, samples)
+        self._ranks.send(command)
+        return command.apply(self._local, stop)
+
+
+PolicyTrainers: TypeAlias = LocalTrainers | RankTrainers

@@ -11,31 +11,38 @@ number of processes, each process writes its own part of the trainer's state, an
 other processes.
 
 A process that fails ends, which breaks its connections: the processes that wait for it fail
-immediately with its error (rank_failures.py), and the launcher ends the rest. SIGTERM to any
-process stops the first one cleanly, and that ends the others (rank_stops.py). Only the first
-process handles Ctrl-C.
+immediately with its error (`Failures`), and the launcher ends the rest. SIGTERM to any process
+stops the first one cleanly, and that ends the others (`Stops`). Only the first process handles
+Ctrl-C.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import socket
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from torch import distributed
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentevo.config import RunConfig
 from agentevo.config.parallel import world_size
+from agentevo.errors import AgentEvoError, TrainingError, describe_error
 from agentevo.inference.weights.part_deltas import PublishedParts
 from agentevo.models.files.split_models import CompareParts, GiveChanges, GiveParts, KeepParts
 from agentevo.runs.orchestration.components import load_policy
-from agentevo.runs.orchestration.learners import AnyTrainer, make_learner, saved_state
+from agentevo.runs.orchestration.learners import AnyTrainer, LocalTrainers, saved_state
 from agentevo.runs.orchestration.rank_commands import (
     BeginTraining,
     ContributeState,
@@ -53,17 +60,15 @@ from agentevo.runs.orchestration.rank_commands import (
     TrainStep,
     title_of,
 )
-from agentevo.runs.orchestration.rank_failures import Failures, RankLog
-from agentevo.runs.orchestration.rank_stops import Stops, catch_sigterm
 from agentevo.runtime import devices
+from agentevo.runtime.seeds import derive_seed
+from agentevo.runtime.signals import STOPPING
 from agentevo.training.checkpoint_parts import Contribution
 from agentevo.training.distribute import spread
 from agentevo.training.mesh import Meshes, make_meshes
 from agentevo.training.sharding.layouts import gather_trained
 from agentevo.training.sharding.saving import saved_parts, weight_parts
 from agentevo.training.state_parts import split_state
-from agentevo.training.supervised import SupervisedTrainer
-from agentevo.training.trainer import Trainer
 
 COMPUTING = timedelta(minutes=10)
 """The time limit of a process's wait for the others within one call."""
@@ -72,6 +77,12 @@ SAVING = timedelta(hours=1)
 SAMPLING = timedelta(days=7)
 """The time limit of the other processes' wait for the first process's next call. They notice its
 end immediately."""
+ERROR_WAIT_S = 3.0
+"""How long a process whose connection broke waits for the error of another one."""
+STOP_POLL_S = 0.5
+_FAILURE = "failure"
+_STOP = "rank that was asked to stop"
+_LOST = ("connection", "gloo", "nccl", "timed out", "timeout", "socket", "peer", "recvvalue")
 
 
 class RunRanks:
@@ -109,6 +120,13 @@ class RunRanks:
     def share(self, model: PreTrainedModel) -> PreTrainedModel:
         """This process's part of a model that all have loaded."""
         return spread(model, self.meshes)
+
+    def trainers(
+        self, config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    ) -> LocalTrainers:
+        """Makes this process's trainers; `model` is its part of the policy."""
+        seed = derive_seed(config.run.seed, "cold-start")
+        return LocalTrainers(config, model, tokenizer, self.share, cold_start_seed=seed)
 
     def log(self, run_dir: Path) -> RankLog:
         """The log of this process from this point on."""
@@ -238,17 +256,15 @@ class _RankFollower:
         self._log = ranks.log(config.run_dir)
         loaded = load_policy(config, checkpoint, for_part=True)
         self._model = ranks.share(loaded.model)
-        self._tokenizer = loaded.tokenizer
+        self._local = ranks.trainers(config, self._model, loaded.tokenizer)
         self._trainers: dict[str, AnyTrainer] = {}
         self._published = PublishedParts(partial(weight_parts, self._model), ranks.weights)
 
     def carry_out(self, command: FollowerCommand) -> None:
         with self._log.call(title_of(command)):
             match command:
-                case MakeTrainer(kind):
-                    self._trainers[kind.name] = make_learner(
-                        self._config, kind, self._model, self._tokenizer, self._ranks.share
-                    )
+                case MakeTrainer():
+                    self._trainers[command.name] = self._make(command)
                 case GatherWeights():
                     gather_trained(self._model, None)
                 case GiveParts() | CompareParts() | GiveChanges() | KeepParts():
@@ -256,18 +272,22 @@ class _RankFollower:
                 case _:
                     self._train(self._trainers[command.name], command)
 
+    def _make(self, command: MakeTrainer) -> AnyTrainer:
+        match command.name:
+            case "policy":
+                return self._local.policy()
+            case "preferences":
+                return self._local.preferences(None)  # only the first process makes pairs
+            case "sft":
+                return self._local.conversations(command.total_steps)
+            case "cold_start":
+                assert command.settings is not None
+                return self._local.cold_start(command.settings, command.total_steps)
+
     def _train(self, trainer: AnyTrainer, command: TrainerCommand) -> None:
         match command:
-            case BeginTraining():
-                trainer.begin()
-            case PrepareAttempts():
-                assert isinstance(trainer, Trainer)
+            case BeginTraining() | PrepareAttempts() | TrainStep() | MeasureHeldOut():
                 command.apply(trainer)
-            case TrainStep():
-                trainer.step(command.samples)
-            case MeasureHeldOut():
-                assert isinstance(trainer, SupervisedTrainer)
-                trainer.held_out(command.samples)
             case LoadTrainerState():
                 trainer.load_state_dict(self._saved_state(command.checkpoint))
             case TakeOptimizer():
@@ -294,3 +314,201 @@ def contribution_of(
     _, parts = split_state(state)
     contribution = Contribution(saved_parts(model) if command.with_weights else {}, parts, group)
     return contribution.copy() if command.copied else contribution
+
+
+class Failures:
+    """The failures of the processes that train together: which process failed first, and why.
+
+    A process that fails writes its error into the store that all processes share, before its
+    connections break. The processes that wait for it then fail with that error instead of a
+    connection error. A process that was killed can write nothing: the others report that a process
+    is gone. This process has number `rank`.
+    """
+
+    def __init__(self, store: distributed.Store, rank: int, world: int) -> None:
+        self._store = store
+        self.rank = rank
+        self.world = world
+        self.log: RankLog | None = None
+
+    def report(self, error: BaseException) -> BaseException:
+        """Called once with the error that has ended this process's part; returns the error to
+        raise. The first failure of all is shown, with the process's number, before the other
+        processes can know of it."""
+        is_lost = isinstance(error, RuntimeError) and _is_lost(error)
+        first = self._first(ERROR_WAIT_S if is_lost else 0.0)
+        if first is None and not is_lost:
+            first = self._publish(error)
+        if self.log is not None:
+            self.log.log_failure(error)
+
+        if first is not None and first[0] == self.rank:
+            print(f"process {self.rank} of {self.world}: {describe_error(error)}", file=sys.stderr)
+            sys.stderr.flush()
+            return error
+
+        if isinstance(error, AgentEvoError) or not is_lost:
+            return error
+
+        if first is None:
+            return TrainingError(
+                f"another one of the {self.world} processes that train together ended without an "
+                f"error message (killed, or out of memory), or did not answer in time: see its "
+                f"launcher's output, and resume the run"
+            )
+
+        return TrainingError(f"process {first[0]} of {self.world} failed first: {first[1]}")
+
+    def _publish(self, error: BaseException) -> tuple[int, str] | None:
+        """Writes this process's error into the store; returns the first error that a process has
+        written."""
+        words = json.dumps([self.rank, describe_error(error)])
+        with suppress(RuntimeError):  # the process that had the store has ended
+            return _read(self._store.compare_set(_FAILURE, "", words))
+        return self.rank, describe_error(error)
+
+    def _first(self, within_s: float) -> tuple[int, str] | None:
+        deadline = time.monotonic() + within_s
+        while True:
+            try:
+                if self._store.check([_FAILURE]):
+                    return _read(self._store.get(_FAILURE))
+            except RuntimeError:
+                return None
+
+            if time.monotonic() >= deadline:
+                return None
+
+            time.sleep(0.05)
+
+
+def _read(words: bytes | str) -> tuple[int, str]:
+    rank, text = json.loads(words)
+    return int(rank), str(text)
+
+
+def _is_lost(error: RuntimeError) -> bool:
+    """Whether the error may be a collective's report that another process is gone."""
+    text = str(error).lower()
+    return isinstance(error, distributed.DistError) or any(word in text for word in _LOST)
+
+
+class RankLog:
+    """The log of one process, RUN/logs/rank-N.log: its calls, and the traceback at its end. A run
+    folder that this machine does not see has none."""
+
+    def __init__(self, run_dir: Path, rank: int, world: int, place: str) -> None:
+        """`place`: the position of the process among the others."""
+        self._path: Path | None = None
+        if run_dir.is_dir():
+            self._path = run_dir / "logs" / f"rank-{rank}.log"
+        self._write(f"process {rank} of {world} ({place}): {socket.gethostname()}, {os.getpid()}")
+
+    @contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """A context around one call that all processes make."""
+        started = time.perf_counter()
+        yield
+        self._write(f"{name}: {time.perf_counter() - started:.3f} s")
+
+    def log_failure(self, error: BaseException) -> None:
+        """Logs the end, with the traceback."""
+        self._write("".join(traceback.format_exception(error)).rstrip())
+
+    def _write(self, text: str) -> None:
+        if self._path is None:
+            return
+
+        try:
+            self._path.parent.mkdir(exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        except OSError as error:  # a full disk loses the log, and nothing depends on it
+            print(f"{self._path} can't be written any more: {error}", file=sys.stderr)
+            self._path = None
+
+
+class Stops:
+    """Stops that any process of a shared training receives, for example from the scheduler of its
+    machine. The other processes pass them on through the store that they all share. This holds for
+    SIGTERM only: Ctrl-C reaches all processes of a terminal, and a second Ctrl-C means something
+    else. This process has number `rank`."""
+
+    def __init__(self, store: distributed.Store, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+
+    def announce(self) -> None:
+        """Called on a process other than the first: this process was asked to stop."""
+        with suppress(RuntimeError):  # the first process has ended, and all others notice that
+            self._store.set(_STOP, str(self._rank))
+
+    @contextmanager
+    def watch(self, stop_signals: list[int], note: Callable[[str], None]) -> Iterator[None]:
+        """Used on the first process: a stop that another process receives counts as a stop of this
+        one."""
+        done = threading.Event()
+
+        def listen() -> None:
+            while not done.wait(STOP_POLL_S):
+                try:
+                    if not self._store.check([_STOP]):
+                        continue
+                    rank = self._store.get(_STOP).decode()
+                except RuntimeError:  # the process that had the store has ended
+                    return
+
+                if not stop_signals:
+                    stop_signals.append(signal.SIGTERM)
+                    note(f"process {rank} was asked to stop (SIGTERM): {STOPPING}")
+
+                return
+
+        thread = threading.Thread(target=listen, name="stops", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+
+@contextmanager
+def catch_sigterm() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Makes SIGTERM not end this process, and Ctrl-C do nothing. Yields a function that is called
+    once, with the callback for SIGTERM; the callback is also called if SIGTERM has already arrived.
+    Python runs a handler only when the main thread returns from what it waits for, so a separate
+    thread listens."""
+    registered = threading.Event()
+    callbacks: list[Callable[[], None]] = []
+    arrived, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+
+    def listen() -> None:
+        while number := os.read(arrived, 1):
+            if number[0] == signal.SIGTERM:
+                registered.wait()
+                if callbacks:
+                    callbacks[0]()
+
+    def register(call: Callable[[], None]) -> None:
+        callbacks.append(call)
+        registered.set()
+
+    thread = threading.Thread(target=listen, name="signals", daemon=True)
+    with ExitStack() as stack:
+        before = {
+            number: signal.signal(number, lambda *_: None)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        former = signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+        thread.start()
+        stack.callback(os.close, arrived)
+        stack.callback(thread.join)
+        stack.callback(registered.set)
+        stack.callback(os.close, wakes)
+        stack.callback(signal.set_wakeup_fd, former)
+        for number, handler in before.items():
+            stack.callback(signal.signal, number, handler)
+
+        yield register

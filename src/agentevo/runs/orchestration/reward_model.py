@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 
 import msgspec
+from transformers import PreTrainedModel
 
 from agentevo.config import RunConfig
 from agentevo.config.parallel import check_alone
@@ -26,7 +27,7 @@ from agentevo.rewards.reward import text_of
 from agentevo.rewards.reward_model import longest_conversation
 from agentevo.runs.folder.creation import check_folder, new_folder, write_config
 from agentevo.runs.folder.lock import only_trainer
-from agentevo.runs.orchestration.tracking import Lines, check_tracking, track
+from agentevo.runs.orchestration.tracking import check_tracking, track
 from agentevo.runtime.console import to_stderr
 from agentevo.runtime.files import must_write, write_atomic
 from agentevo.runtime.seeds import derive_seed
@@ -101,7 +102,7 @@ def train(config: RunConfig, note: Callable[[str], None] = to_stderr) -> dict[st
         only_trainer(config.run_dir),
     ):
         write_config(config, "rm")
-        with track(config, "rm", Lines(note), lambda: bool(received)) as tracking:
+        with track(config, "rm", note, lambda: bool(received)) as tracking:
             result = _train(
                 config, model, pairs, held_out_pairs, seed, lambda: bool(received), note, tracking
             )
@@ -119,7 +120,7 @@ def train(config: RunConfig, note: Callable[[str], None] = to_stderr) -> dict[st
 
 def _train(
     config: RunConfig,
-    model: object,
+    model: PreTrainedModel,
     pairs: Sequence[RewardPair],
     held_out_pairs: Sequence[RewardPair],
     seed: int,
@@ -128,10 +129,6 @@ def _train(
     tracking: Tracking,
 ) -> dict[str, float] | None:
     """The results; None if the training was stopped."""
-    from transformers import PreTrainedModel
-
-    assert isinstance(model, PreTrainedModel)
-
     size = config.rm.micro_batch_pairs
     before = held_out(model, held_out_pairs, size)
     note(

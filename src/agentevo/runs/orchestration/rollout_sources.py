@@ -1,7 +1,8 @@
 """The sources of a trainer's attempts and the destinations of its weights. The loop
-(run.py) is the same for all three sources:
+(run.py) is the same for all sources:
 
     SynchronousRollouts    staleness 0 in one process: sample, train, publish, one after the other
+    SelfPlayRollouts       the same, of tasks that the run generates
     ColocatedRollouts      a SamplerService on the same event loop. With `sharing: turns` there is
                            one set of weights, and the engine sleeps while the trainer computes in
                            a thread; with `overlap` the engine has a copy of the weights and
@@ -18,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
@@ -26,16 +28,19 @@ from contextlib import (
     nullcontext,
     suppress,
 )
+from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, Self, TypeVar, Unpack
+from typing import NamedTuple, TypeVar, Unpack
 
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import by_rank, version_of
+from agentevo.data.question_overlap import question_key
 from agentevo.errors import AgentEvoError, ConfigError, EngineError
 from agentevo.inference.engine import SleepingEngine, VersionedEngine
 from agentevo.inference.weights.transports import remote_sender
 from agentevo.models.compute.thread_settings import own_torch_state
 from agentevo.rollout.sampler import BASELINE, group_name, group_of_all
+from agentevo.rollout.self_play import read_proposals, reward_proposals
 from agentevo.rollout.service import SamplerService
 from agentevo.runs.orchestration.components import Components
 from agentevo.runs.orchestration.lost_attempts import LostAttempts, in_vain
@@ -70,59 +75,54 @@ class RolloutRound(NamedTuple):
     metrics: Mapping[str, float] = MappingProxyType({})
 
 
-class RolloutSource(Protocol):
-    """The source of the loop's attempts and the destination of its weights."""
+class RolloutSource(ABC):
+    """The source of the loop's attempts and the destination of its weights, by default those of
+    this process's own engine."""
+
+    def __init__(self, parts: Components) -> None:
+        self._parts = parts
 
     async def begin(self, step: int) -> None:
         """The model's weights as they are now, loaded or taught before the first step, are version
         `step`."""
+        await self._parts.weights.begin(step)
 
     def running(self) -> AbstractAsyncContextManager[object]:
         """A context around all steps, in which everything runs that samples at the same time."""
+        return nullcontext()
 
+    @abstractmethod
     async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
         """The attempts of as many groups as there are tasks."""
 
     def training(self) -> AbstractAsyncContextManager[None]:
         """A context around what the trainer computes and `swap`."""
+        return nullcontext()
 
     async def compute(self, work: Callable[[], T]) -> T:
         """Runs what the trainer computes."""
+        return await in_thread(_compute, work)
 
     async def swap(self, step: int) -> None:
         """The weights of version `step` now serve on this process's engine. Called within
         `training`."""
+        await self._parts.weights.publish(step)
 
     async def announce(self, step: int) -> None:
         """Version `step` is committed, so other processes may have it."""
+        return
 
     def stats(self) -> dict[str, float]:
         """The sampler's counters, for the step's metrics."""
+        return {}
 
 
-class SamplerSupervisor(Protocol):
-    """Keeps the processes of a run's samplers and engines alive while it is entered."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def check(self) -> None:
-        """Raises AgentEvoError when a process can't be kept alive."""
-
-
-class SynchronousRollouts:
+class SynchronousRollouts(RolloutSource):
     """See the module."""
 
     def __init__(self, parts: Components) -> None:
-        self._parts = parts
+        super().__init__(parts)
         self._baseline = "baseline_rewards" in parts.config.algorithm.needs
-
-    async def begin(self, step: int) -> None:
-        await self._parts.weights.begin(step)
-
-    def running(self) -> AbstractAsyncContextManager[object]:
-        return nullcontext()
 
     async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
         config = self._parts.config
@@ -141,20 +141,52 @@ class SynchronousRollouts:
         )
         return RolloutRound(trajectories)
 
-    def training(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext()
-
     async def compute(self, work: Callable[[], T]) -> T:
         return _compute(work)  # on this thread, which a profiler observes
 
-    async def swap(self, step: int) -> None:
-        await self._parts.weights.publish(step)
 
-    async def announce(self, step: int) -> None:
-        return
+class SelfPlayRollouts(SynchronousRollouts):
+    """A step of self-play: the proposer asks, the solver answers, the proposer is rewarded.
 
-    def stats(self) -> dict[str, float]:
-        return {}
+        prompts ──► proposals ──► questions ──► the solver's groups, written
+                        └────────────── rewards ◄──┘ then the proposals' groups, written
+
+    A proposal is written with its reward, and therefore after the solver's attempts. After a kill
+    in between, the resumed step proposes again from the same seeds. It does not sample again the
+    groups that it finds in the store, and a proposal that is rewarded twice gets the same reward.
+    """
+
+    def __init__(self, parts: Components) -> None:
+        super().__init__(parts)
+        section = parts.config.tasks.self_play
+        proposals = parts.tasks.proposals
+        assert section is not None and proposals is not None
+
+        self._section = section
+        self._group_size = proposals.group_size
+        keys = (question_key(task.query or "") for task in parts.tasks.never_trained())
+        self._held_out = {key for key in keys if key is not None}
+
+    async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
+        """The solver's groups, then the proposer's. `tasks`: the step's prompts."""
+        sampler = self._parts.sampler
+        config = self._parts.config
+        for engine in self._parts.engines:
+            await engine.forget_cache()
+
+        sample = partial(
+            sampler.sample,
+            temperature=config.sampling.temperature,
+            split="train",
+            step=step,
+            label="train",
+        )
+        proposer_attempts = await sample(tasks, attempts=self._group_size, write=False)
+        proposals = read_proposals(proposer_attempts, step, self._held_out)
+        attempts = await sample(proposals.tasks, attempts=config.trainer.group_size)
+        paid = reward_proposals(proposals, attempts, self._section)
+        earned = await sampler.write(paid.trajectories, split="train", step=step)
+        return RolloutRound([*attempts, *earned], dropped=paid.dropped, metrics=paid.metrics)
 
 
 class GroupStream:
@@ -326,13 +358,13 @@ class GroupStream:
         return answer
 
 
-class ColocatedRollouts:
+class ColocatedRollouts(RolloutSource):
     """See the module."""
 
     def __init__(
         self, parts: Components, stop: Callable[[], bool], note: Callable[[str], None]
     ) -> None:
-        self._parts = parts
+        super().__init__(parts)
         self._config = parts.config
         self._sleepers = _sleepers(parts) if parts.config.rollout.sharing == "turns" else []
         """The engines, where they have to sleep while the trainer computes."""
@@ -347,7 +379,7 @@ class ColocatedRollouts:
 
     async def begin(self, step: int) -> None:
         await self._lost_attempts.look()
-        await self._parts.weights.begin(step)
+        await super().begin(step)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[ColocatedRollouts]:
@@ -387,15 +419,6 @@ class ColocatedRollouts:
         ):
             if rollout.policy == "wait" and isinstance(engine, VersionedEngine):
                 engine.keep(rollout.staleness)
-
-    async def compute(self, work: Callable[[], T]) -> T:
-        return await in_thread(_compute, work)
-
-    async def swap(self, step: int) -> None:
-        await self._parts.weights.publish(step)
-
-    async def announce(self, step: int) -> None:
-        return
 
     def stats(self) -> dict[str, float]:
         return self._service.stats() | {"engine/slept_s": self._slept_s}
@@ -440,7 +463,7 @@ def _sleepers(parts: Components) -> list[SleepingEngine]:
     return engines
 
 
-class DisaggregatedRollouts:
+class DisaggregatedRollouts(RolloutSource):
     """See the module."""
 
     def __init__(
@@ -450,7 +473,7 @@ class DisaggregatedRollouts:
         check: Callable[[], None],
         note: Callable[[str], None],
     ) -> None:
-        self._parts = parts
+        super().__init__(parts)
         self._stop = stop
         self._note = note
         self._run_engines = parts.run_engines
@@ -475,14 +498,11 @@ class DisaggregatedRollouts:
         reported, and where the run has samplers of its own."""
 
     async def begin(self, step: int) -> None:
-        await self._parts.weights.begin(step)
+        await super().begin(step)
         await self._lost_attempts.look()
         await self._published.begin(step)
         if self._run_engines is not None:
             await self._run_engines.reach(step, self._stop, self._note)
-
-    def running(self) -> AbstractAsyncContextManager[object]:
-        return nullcontext()
 
     async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
         if self._waiting_since is None:
@@ -500,14 +520,8 @@ class DisaggregatedRollouts:
                 f"with this recipe"
             )
 
-    def training(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext()
-
-    async def compute(self, work: Callable[[], T]) -> T:
-        return await in_thread(_compute, work)
-
     async def swap(self, step: int) -> None:
-        await self._parts.weights.publish(step)  # this process's own engine evaluates
+        await super().swap(step)  # this process's own engine evaluates
         if self._run_engines is not None:
             await self._published.publish(step)
 

@@ -9,15 +9,17 @@ training, synchronous and asynchronous, differ only in the source of the batches
 and the source of the attempts (rollout_sources.py). A step is committed in one transaction with its
 plan (what it trained on, in order), the run's progress and the checkpoint that was saved of it. A
 resumed run therefore loads the newest whole checkpoint, replays the committed steps after it from
-their plans (replaying.py), and continues without loss.
+their plans (resume.py), and continues without loss.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import math
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -26,38 +28,40 @@ from typing import Literal
 
 from agentevo.config import RunConfig
 from agentevo.config.parallel import follows
+from agentevo.errors import AgentEvoError
 from agentevo.inference.weights.transports import local_transport
 from agentevo.models.compute.device_peak import device_peak
 from agentevo.models.files.load import LoadedModel
 from agentevo.observability import LiveView, report_at_end
+from agentevo.observability.current_activity import PAUSED
 from agentevo.observability.run_log import RunLog
 from agentevo.rollout.given_tasks import check_and_report
-from agentevo.runs.folder.chain import is_given_up
+from agentevo.runs.folder.chain import KEY as CHAIN
+from agentevo.runs.folder.chain import End, is_given_up
 from agentevo.runs.folder.control import RunControl
 from agentevo.runs.folder.creation import RunCommand, check_place, kind_of, new_folder, write_config
 from agentevo.runs.folder.identity import confirm_run
 from agentevo.runs.folder.resume_rules import note_changes
 from agentevo.runs.orchestration.checks import check_recipe, load_checked, needs_no_whole_model
-from agentevo.runs.orchestration.cold_start import ColdStart
+from agentevo.runs.orchestration.cold_start import cold_start
 from agentevo.runs.orchestration.components import AgentFunction, Components, open_components
 from agentevo.runs.orchestration.conversations import SFTData, read_sft_data
-from agentevo.runs.orchestration.first_attempts import check_first_step
+from agentevo.runs.orchestration.evaluation import RunEvaluation, check_first_attempts
 from agentevo.runs.orchestration.ledger import drop_reasons, plan_of, reserve
 from agentevo.runs.orchestration.profiling import Profiling
 from agentevo.runs.orchestration.ranks import RunRanks, follow, join_ranks
-from agentevo.runs.orchestration.replaying import StepReplayer
-from agentevo.runs.orchestration.requests import RequestHandler
-from agentevo.runs.orchestration.resume import ResumePoint, find_resume_point
-from agentevo.runs.orchestration.rollout_sources import (
-    SamplerSupervisor,
-    StopAskedError,
-    SynchronousRollouts,
+from agentevo.runs.orchestration.resume import (
+    ResumePoint,
+    difference_of_replay,
+    find_resume_point,
+    replay_step,
 )
+from agentevo.runs.orchestration.rollout_sources import StopAskedError, SynchronousRollouts
 from agentevo.runs.orchestration.run_checkpoints import RunCheckpoints
-from agentevo.runs.orchestration.run_evaluation import RunEvaluation
 from agentevo.runs.orchestration.run_record import RunRecord
-from agentevo.runs.orchestration.step_meter import StepMeter
+from agentevo.runs.orchestration.step_metrics import StepMeter
 from agentevo.runs.orchestration.submissions import Submissions
+from agentevo.runs.orchestration.supervisor import Children, sampling_children
 from agentevo.runs.orchestration.tracking import only_trainer_here, track
 from agentevo.runs.orchestration.trainers import (
     make_rollouts,
@@ -69,13 +73,18 @@ from agentevo.runs.orchestration.trainers import (
 from agentevo.runtime.event_loop import run_coroutine
 from agentevo.runtime.heap import lasting_heap
 from agentevo.runtime.paths import short
-from agentevo.runtime.signals import STOPPING, end_stopped, stop_on_interrupt
+from agentevo.runtime.retry import STORE_RETRY_S, with_retries
+from agentevo.runtime.signals import (
+    POLL_INTERVAL_S,
+    STOPPING,
+    end_stopped,
+    stop_on_interrupt,
+)
+from agentevo.store.records import StepRecord
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.phases import phase
-from agentevo.types import Task
+from agentevo.types import Task, Trajectory
 
-Supervise = Callable[[RunConfig, Callable[[str], None]], SamplerSupervisor]
-"""Configuration, function for notes -> the run's own samplers and engines."""
 Confirm = Callable[[], Awaitable[Callable[[], None]]]
 """Accepts or refuses the configuration of a resume. Returns a function that makes it the run's."""
 
@@ -88,14 +97,12 @@ def train(
     tasks: Sequence[Task] | None = None,
     resume: bool = False,
     view: LiveView | None = None,
-    supervisor: Supervise | None = None,
 ) -> None:
     """Trains to the end, or to a clean stop: at Ctrl-C, which then raises KeyboardInterrupt, or at
     SIGTERM, which raises SystemExit; blocks.
 
-    `sft` trains on the conversations of the section `data`. `supervisor(config, note)` starts the
-    other processes of a recipe with `rollout.samplers` above 0. Raises ConfigError before anything
-    is created.
+    `sft` trains on the conversations of the section `data`. Raises ConfigError before anything is
+    created.
     """
     check_recipe(config, command, agent=agent, tasks=tasks, resume=resume)
     view = view if view is not None else LiveView(config.run.name)
@@ -123,7 +130,6 @@ def train(
             agent=agent,
             tasks=tasks,
             resume=resume,
-            supervisor=supervisor if config.rollout.samplers else None,
             confirm=confirm,
         )
     )
@@ -137,7 +143,6 @@ async def run_training(
     agent: AgentFunction | None = None,
     tasks: Sequence[Task] | None = None,
     resume: bool = False,
-    supervisor: Supervise | None = None,
     loaded: LoadedModel | None = None,
     submissions: Submissions | None = None,
     confirm: Confirm | None = None,
@@ -173,7 +178,8 @@ async def run_training(
             make_final = (lambda: None) if confirm is None else await confirm()
             start = await find_resume_point(config, checkpoints, note=view.note)
 
-        is_disaggregated = bool(supervisor) or command == "learn"  # others sample for training
+        has_samplers = command == "train" and config.rollout.samplers > 0
+        is_disaggregated = has_samplers or command == "learn"  # others sample for training
         uses_run_engines = ranks is not None and needs_no_whole_model(
             config, is_disaggregated=is_disaggregated
         )
@@ -188,7 +194,7 @@ async def run_training(
             make_final = stack.enter_context(new_folder(config))
             stack.enter_context(only_trainer_here(folder, view, is_stopped))
 
-        processes = None if supervisor is None else supervisor(config, view.note)
+        processes = sampling_children(config, view.note) if has_samplers else None
         async with open_components(
             config,
             agent=agent,
@@ -224,7 +230,9 @@ async def run_training(
 
             log.begin(folder, f"agentevo {command}, process {os.getpid()}")
             stack.enter_context(control)
-            run.record.log.tracking = stack.enter_context(track(config, command, view, is_stopped))
+            run.record.log.tracking = stack.enter_context(
+                track(config, command, view.note, is_stopped, warn=view.warn)
+            )
             stack.enter_context(lasting_heap())
             with run.record.log, run.checkpoints, nullcontext() if processes is None else processes:
                 await run.restore(start, resumed=resume)
@@ -254,7 +262,7 @@ class TrainingRun:
         is_stopped: Callable[[], bool],
         command: RunCommand,
         control: RunControl,
-        processes: SamplerSupervisor | None,
+        processes: Children | None,
         submissions: Submissions | None,
         ranks: RunRanks | None,
     ) -> None:
@@ -265,13 +273,14 @@ class TrainingRun:
         self.view = view
         self.is_stopped = is_stopped
         self.command: RunCommand = command
+        self.control = control
         self.rollouts = make_rollouts(
             parts,
             is_stopped,
             view.warn,
             sampled=conversations is None,
             is_disaggregated=processes is not None or command == "learn",
-            supervisor=processes,
+            processes=processes,
             submissions=submissions,
         )
         self.trainers = make_trainers(parts, ranks)
@@ -281,20 +290,6 @@ class TrainingRun:
         self.record = record = RunRecord(parts, self.source, view, command)
         self.evaluation = RunEvaluation(parts, self.source, record, view, is_stopped, command)
         self.checkpoints = RunCheckpoints(parts, folder, record, self.trainers, self.trainer, view)
-        self.cold_start = ColdStart(parts, self.trainers, record, self.evaluation, view, is_stopped)
-        self.replayer = StepReplayer(
-            parts,
-            self.source,
-            self.trainer,
-            record,
-            self.checkpoints,
-            view,
-            is_stopped,
-            is_synchronous=isinstance(self.rollouts, SynchronousRollouts),
-        )
-        self.requests = RequestHandler(
-            parts.config, control, record, self.checkpoints, view, is_stopped
-        )
         if submissions is not None:
             submissions.save = self.checkpoints.keep
 
@@ -324,13 +319,66 @@ class TrainingRun:
             self.checkpoints.restore(start.checkpoint)
         else:
             if config.cold_start.episodes and self.command != "sft":
-                await self.cold_start.run(is_logged=bool(start.steps))
+                await self._cold_start(is_logged=bool(start.steps))
             if config.trainer.optimizer_from is not None:
                 self.trainers.take_optimizer(self.trainer, config.trainer.optimizer_from)
 
-        await self.replayer.replay(start)
+        await self._replay(start)
         for warning in start.warnings:
             self.record.warn(warning)
+
+    async def _cold_start(self, *, is_logged: bool) -> None:
+        """Teaches the model, or ends early if the run is asked to stop. `is_logged`: a resumed run
+        without a checkpoint, whose log has it already."""
+        progress = self.record.progress
+        # Random weights are not worth an evaluation, and engines of other processes have no weights
+        # yet.
+        shows = self.parts.config.model.name != "tiny" and self.parts.run_engines is None
+        try:
+            if shows and not is_logged:
+                progress.cold_start_before = await self.evaluation.evaluate(
+                    "before the cold start", full=False, label="untaught-"
+                )
+            metrics = cold_start(self.parts, self.view, self.is_stopped, self.trainers)
+        except StopAskedError:
+            return
+
+        if not is_logged:
+            progress.trained_tokens += int(metrics.get("cold_start/tokens", 0))
+            self.record.log.log(0, metrics)
+
+    async def _replay(self, start: ResumePoint) -> None:
+        """Repeats the committed steps after the checkpoint, unless the run is asked to stop before
+        that.
+
+        For the step after them, which a kill may have left reserved, the same attempts are taken
+        again (rollout_sources.py). If these are the attempts of the step's own tasks, an earlier
+        selection among them is dropped, because the recipe may select differently now.
+        """
+        is_synchronous = isinstance(self.rollouts, SynchronousRollouts)
+        if is_synchronous or self.parts.config.rollout.policy == "wait":
+            await with_retries(
+                lambda: self.parts.store.rewind(start.end.step, keep=True),
+                within_s=STORE_RETRY_S,
+                what="releasing reserved attempts",
+            )
+
+        if start.steps and start.checkpoint is None:
+            self.trainer.begin()
+
+        for number, step in enumerate(start.steps, start=1):
+            if self.is_stopped():
+                self.view.note("stopped while repeating committed steps: nothing was changed")
+                return
+            self.view.phase("doing again", f"step {step.step} ({number}/{len(start.steps)})")
+            await self._replay_step(step)
+
+    async def _replay_step(self, step: StepRecord) -> None:
+        trained = await replay_step(self.trainer, self.source, step)
+        if difference := difference_of_replay(step, trained):
+            self.record.warn(difference)
+        self.record.restore_step(step)
+        self.checkpoints.keep_lost_best(End(step.step, str(step.record[CHAIN])))
 
     async def run(self) -> None:
         """Runs from the current step to the last one, or until the run is asked to stop."""
@@ -357,7 +405,7 @@ class TrainingRun:
             with self.profiling:
                 while record.progress.step < self.num_steps and not record.early_stop:
                     self.checkpoints.settle(wait=False)
-                    await self.requests.handle()
+                    await self._handle_requests()
                     if self.is_stopped():
                         break
 
@@ -375,6 +423,40 @@ class TrainingRun:
 
         record.warn_of_shortcomings()
         self.checkpoints.keep()
+
+    async def _handle_requests(self) -> None:
+        """Carries out the requests since the previous step: save, pause, resume
+        (runs/folder/control.py). Returns when the next step may begin, or the run has to stop.
+
+        Engines, samplers and leases stay alive during a pause: the event loop runs, so leases are
+        renewed, and samplers play until as many attempts wait as the recipe allows. A signal ends a
+        pause immediately.
+        """
+        step = self.record.progress.step
+        has_paused = False
+        while True:
+            for request in self.control.take_saves():
+                try:
+                    self.checkpoints.keep()
+                except AgentEvoError as error:
+                    self.view.warn(f"the requested checkpoint could not be saved: {error}")
+                    self.control.answer(request, f"failed: {error}", is_done=False)
+                else:
+                    self.control.answer(request, f"the checkpoint of step {step} exists")
+
+            if not self.control.is_pause_asked or self.is_stopped():
+                break
+
+            has_paused = True
+            self.control.note_pause(step)
+            resume = f"agentevo control {short(self.parts.config.run_dir)} resume"
+            self.view.phase(PAUSED, f"after step {step}; {resume} continues")
+            started = time.perf_counter()
+            await asyncio.sleep(POLL_INTERVAL_S)
+            self.record.exclude_pause(time.perf_counter() - started)
+
+        if has_paused:
+            self.control.note_resume()
 
     async def _open(self) -> None:
         """Evaluates the policy before the first step. Raises StopAskedError."""
@@ -395,7 +477,7 @@ class TrainingRun:
             collected = await self.source.collect(step)
 
         if step == 1:
-            check_first_step(self.parts, collected.trajectories, self.command, self.record.head)
+            self._check_first_attempts(collected.trajectories)
 
         self.meter.lap("gen")
         async with self.rollouts.training():
@@ -434,6 +516,12 @@ class TrainingRun:
         self.view.phase("publishing weights", f"version {step}")
         await self.meter.announce(step)
         self.view.step(step, self.source.num_steps, metrics, Counter(reasons.values()))
+
+    def _check_first_attempts(self, attempts: Sequence[Trajectory]) -> None:
+        errors = [attempt.error for attempt in attempts if attempt.status == "failed"]
+        check_first_attempts(
+            self.parts, "the first step", errors, len(attempts), self.command, self.record.head
+        )
 
     async def _milestones(self, step: int) -> dict[str, str] | None:
         """Evaluates and saves the step that has just been computed, when these are due; returns the

@@ -1,7 +1,8 @@
-"""Metrics of a step's trajectories, under verl's names."""
+"""Metrics of a step: of its trajectories, under verl's names, and of its time."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
@@ -16,7 +17,11 @@ from agentevo.training.workload import speed_metrics
 from agentevo.types import Trajectory
 
 if TYPE_CHECKING:
+    from agentevo.models.compute.device_peak import Peak
+    from agentevo.runs.orchestration.batch_sources import BatchSource
     from agentevo.runs.orchestration.collect import Collected
+    from agentevo.runs.orchestration.components import Components
+    from agentevo.runs.orchestration.rollout_sources import RolloutSource
 
 
 def _spread(prefix: str, values: Sequence[float]) -> dict[str, float]:
@@ -196,13 +201,70 @@ def performance_metrics(
     return metrics
 
 
-def step_metrics(
-    step: int, collected: Collected, batch: PreparedBatch, updated: Mapping[str, float]
-) -> dict[str, float]:
-    """The measurements of collecting, preparing and updating, under the step's number."""
-    return {"training/global_step": float(step), **collected.metrics, **batch.metrics, **updated}
+class StepMeter:
+    """Measures steps while they run: the seconds of their phases, and the growth of the engine's
+    counters. From them and a step's data it computes the step's row of metrics. The time of a
+    version's announcement is in the row of the next step, because the row of the version's own step
+    is committed before the announcement."""
 
+    def __init__(
+        self, parts: Components, source: BatchSource, rollouts: RolloutSource, peak: Peak
+    ) -> None:
+        self._parts = parts
+        self._source = source
+        self._rollouts = rollouts
+        self._peak = peak
+        self._laps: dict[str, float] = {}
+        self._counters: dict[str, float] = {}
+        self._step_started_at = 0.0
+        self._lap_started_at = 0.0
+        self._announced_s = 0.0
 
-def counted_since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """The growth of each counter."""
-    return {key: value - before.get(key, 0.0) for key, value in now.items()}
+    def begin(self) -> None:
+        """Starts the measurement of a step."""
+        self._step_started_at = self._lap_started_at = time.perf_counter()
+        self._counters = self._parts.engine_stats()
+        self._laps = {}
+
+    def lap(self, name: str) -> None:
+        """Ends the phase `name`, and begins the next phase."""
+        now = time.perf_counter()
+        self._laps[name] = now - self._lap_started_at
+        self._lap_started_at = now
+
+    def metrics(
+        self,
+        step: int,
+        collected: Collected,
+        batch: PreparedBatch,
+        updated: Mapping[str, float],
+        dropped: Mapping[str, str],
+    ) -> dict[str, float]:
+        """The step's row, after the end of its last phase. `dropped`: attempt -> the reason why the
+        attempt is not trained on."""
+        timings = {
+            **self._laps,
+            "step": self._lap_started_at - self._step_started_at + self._announced_s,
+        }
+        timings["update_weights"] += self._announced_s
+        metrics = {
+            "training/global_step": float(step),
+            **collected.metrics,
+            **batch.metrics,
+            **updated,
+        }
+        engine = None
+        if self._source.samples_rollouts:
+            metrics |= self._rollouts.stats() | drop_metrics(dropped)
+            engine = {
+                key: value - self._counters.get(key, 0.0)
+                for key, value in self._parts.engine_stats().items()
+            }
+
+        return metrics | performance_metrics(timings, engine, metrics, self._peak.flops_per_s)
+
+    async def announce(self, step: int) -> None:
+        """Announces version `step` to other processes, and measures the time."""
+        started = time.perf_counter()
+        await self._rollouts.announce(step)
+        self._announced_s = time.perf_counter() - started

@@ -12,10 +12,10 @@ committed are deleted when the run is resumed: the submitting program still has 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError, TrainingError, describe_error
@@ -23,16 +23,18 @@ from agentevo.inference.engine import SleepingEngine
 from agentevo.inference.weights.transports import shares
 from agentevo.rollout.group import write_group
 from agentevo.runs.orchestration.batch_sources import RolloutBatches
-from agentevo.runs.orchestration.collect import Collected
+from agentevo.runs.orchestration.collect import Collected, StepTasks
 from agentevo.runs.orchestration.components import Components
-from agentevo.runs.orchestration.rollout_sources import RolloutRound, StopAskedError, asleep
-from agentevo.runtime.event_loop import in_thread
+from agentevo.runs.orchestration.rollout_sources import (
+    RolloutRound,
+    RolloutSource,
+    StopAskedError,
+    asleep,
+)
 from agentevo.runtime.retry import STORE_RETRY_S, with_retries
 from agentevo.store.store import Store
 from agentevo.training.learner import RolloutTrainer
 from agentevo.types import Task, Trajectory
-
-T = TypeVar("T")
 
 KEY = "submission"
 """Key of a submission's id in the record of its step, under `source`."""
@@ -61,7 +63,7 @@ class Host(Protocol):
         """No step follows; the cause is that failure, if there is one."""
 
 
-class Submissions:
+class Submissions(StepTasks):
     """The submissions that wait for the trainer of a run. Everything happens on the trainer's event
     loop."""
 
@@ -181,32 +183,13 @@ class Submissions:
         """See StepTasks.train."""
         return self.current.tasks
 
-    def refill(self, step: int) -> Iterator[Task]:
-        """See StepTasks.refill: there are only submitted attempts."""
-        return iter(())
 
-    def source_of(self, task_id: str) -> str | None:
-        """See StepTasks.source_of: submitted attempts have no sources."""
-        return None
-
-    async def learn(self, store: Store) -> None:
-        """See StepTasks.learn: the program that submits attempts chooses their tasks."""
-
-    def stage_name(self, step: int) -> str:
-        """See StepTasks.stage_name: submitted attempts have no stages."""
-        return ""
-
-    def metrics_of(self, step: int) -> dict[str, float]:
-        """See StepTasks.metrics_of."""
-        return {}
-
-
-class SubmittedRollouts:
-    """The source of submitted attempts (RolloutSource). The engine sleeps while the trainer changes
-    the weights with which it computes."""
+class SubmittedRollouts(RolloutSource):
+    """The source of submitted attempts. The engine sleeps while the trainer changes the weights
+    with which it computes."""
 
     def __init__(self, parts: Components, submissions: Submissions) -> None:
-        self._parts = parts
+        super().__init__(parts)
         self.submissions = submissions
         self._sleepers = [
             engine
@@ -221,13 +204,10 @@ class SubmittedRollouts:
             within_s=STORE_RETRY_S,
             what="deleting attempts that no step has committed",
         )
-        await self._parts.weights.begin(step)
-
-    def running(self) -> AbstractAsyncContextManager[object]:
-        return self._running()
+        await super().begin(step)
 
     @asynccontextmanager
-    async def _running(self) -> AsyncIterator[None]:
+    async def running(self) -> AsyncIterator[None]:
         failure: BaseException | None = None
         await self.submissions.host.note_open(self._parts)
         try:
@@ -254,17 +234,8 @@ class SubmittedRollouts:
     def training(self) -> AbstractAsyncContextManager[None]:
         return asleep(self._sleepers, self._parts.config)
 
-    async def compute(self, work: Callable[[], T]) -> T:
-        return await in_thread(work)
-
-    async def swap(self, step: int) -> None:
-        await self._parts.weights.publish(step)
-
     async def announce(self, step: int) -> None:
         self.submissions.note_commit(step)
-
-    def stats(self) -> dict[str, float]:
-        return {}
 
 
 class SubmittedBatches(RolloutBatches):

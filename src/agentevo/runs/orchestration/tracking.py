@@ -9,9 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -38,24 +37,6 @@ TENSORBOARD = "tensorboard"
 MAX_CONVERSATION_CHARS = 4000
 """The maximum number of characters of an attempt's conversation in the table of attempts."""
 COLUMNS = ("task", "attempt", "status", "reward", "success", "turns", "tokens", "said", "error")
-
-
-class MessageListener(Protocol):
-    """Receives the messages of trackers; an example is LiveView."""
-
-    def note(self, text: str) -> None: ...
-
-    def warn(self, text: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class Lines:
-    """Turns notes and warnings into lines."""
-
-    note: Callable[[str], None]
-
-    def warn(self, text: str) -> None:
-        self.note(text)
 
 
 def chosen_trackers(config: RunConfig, *, board: bool = True) -> list[TrackerConfig]:
@@ -85,12 +66,14 @@ def check_tracking(config: RunConfig) -> None:
 def track(
     config: RunConfig,
     kind: str,
-    hearer: MessageListener,
+    note: Callable[[str], None],
     is_stopped: Callable[[], bool] = lambda: False,
     *,
+    warn: Callable[[str], None] | None = None,
     folder: Path | None = None,
 ) -> Iterator[Tracking]:
-    """The trackers of a run. At the end of the block they are closed with the final state. If
+    """The trackers of a run. `note` and `warn` show their messages; without `warn`, warnings are
+    notes. At the end of the block they are closed with the final state. If
     several processes train together, only the first one has trackers. `folder`: the folder for the
     files of a command without a run's folder, such as an evaluation."""
     tracking = Tracking(
@@ -101,8 +84,8 @@ def track(
         if is_first()
         else [],
         _describe_run(config, kind, folder),
-        note=hearer.note,
-        warn=hearer.warn,
+        note=note,
+        warn=warn or note,
         flush_s=config.tracking.flush_s,
         keep_record=folder is None,
     )
@@ -124,13 +107,13 @@ def report_evaluation(
     *,
     step: int = 0,
     folder: Path,
-    hearer: MessageListener,
+    note: Callable[[str], None],
 ) -> None:
     """Reports an evaluation as a separate run to the configuration's trackers, except TensorBoard,
     which needs a run's folder. The trackers write their files below `folder`."""
     if not chosen_trackers(config, board=False):
         return
-    with track(config, "eval", hearer, folder=folder) as tracking:
+    with track(config, "eval", note, folder=folder) as tracking:
         tracking.put(TrackedRow(step=step, time=time.time(), metrics=dict(metrics)))
 
 

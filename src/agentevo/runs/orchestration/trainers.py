@@ -15,19 +15,19 @@ from agentevo.runs.folder.creation import RunCommand
 from agentevo.runs.orchestration.batch_sources import BatchSource, GivenPairs, RolloutBatches
 from agentevo.runs.orchestration.components import Components
 from agentevo.runs.orchestration.conversations import ConversationBatches, SFTData
-from agentevo.runs.orchestration.learners import LocalTrainers, PolicyTrainers, policy_trainer
+from agentevo.runs.orchestration.learners import LocalTrainers
 from agentevo.runs.orchestration.preference_data import given_pairs, solver_answers
-from agentevo.runs.orchestration.rank_trainers import RankTrainers
+from agentevo.runs.orchestration.rank_trainers import PolicyTrainers, RankTrainers
 from agentevo.runs.orchestration.ranks import RunRanks
 from agentevo.runs.orchestration.rollout_sources import (
     ColocatedRollouts,
     DisaggregatedRollouts,
     RolloutSource,
-    SamplerSupervisor,
+    SelfPlayRollouts,
     SynchronousRollouts,
 )
-from agentevo.runs.orchestration.self_play import SelfPlayRollouts
 from agentevo.runs.orchestration.submissions import Submissions, SubmittedBatches, SubmittedRollouts
+from agentevo.runs.orchestration.supervisor import Children
 from agentevo.runtime.devices import is_accelerator
 from agentevo.training.agent_trainers import AgentTrainers
 from agentevo.training.learner import Learner, RolloutTrainer
@@ -40,17 +40,17 @@ def make_rollouts(
     *,
     sampled: bool,
     is_disaggregated: bool,
-    supervisor: SamplerSupervisor | None,
+    processes: Children | None,
     submissions: Submissions | None = None,
 ) -> RolloutSource:
     """The source that the recipe asks for. `sampled`: attempts are trained on.
-    `is_disaggregated`: engines and samplers are other processes, which `supervisor`, if there is
-    one, keeps alive. `submissions`: a program's own loop makes the attempts."""
+    `is_disaggregated`: engines and samplers are other processes, `processes` if they are this
+    run's own. `submissions`: a program's own loop makes the attempts."""
     if submissions is not None:
         return SubmittedRollouts(parts, submissions)
 
     if is_disaggregated:
-        check = (lambda: None) if supervisor is None else supervisor.check
+        check = (lambda: None) if processes is None else processes.check
         return DisaggregatedRollouts(parts, stop, check, note)
 
     if parts.config.rollout.staleness and sampled:
@@ -96,7 +96,7 @@ def make_trainer(
         names = trained_policies(config)
         trainer = AgentTrainers(
             {
-                name: policy_trainer(config, policy.model, policy.tokenizer)
+                name: LocalTrainers(config, policy.model, policy.tokenizer).policy()
                 for name, policy in ((name, parts.policies[name]) for name in names)
             },
             partial(policy_of, config),

@@ -1,1 +1,1 @@
-"""The processes of a run, and of sweeps: learn, sample, serve, and their supervisor."""
+"""The processes of a run, and of sweeps: learn, sample and serve."""

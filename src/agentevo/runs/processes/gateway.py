@@ -18,7 +18,6 @@ from agentevo.agents.gateway.gateway import Gateway
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import check_one_policy
 from agentevo.inference.serving.address import EngineAddress
-from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.observability.tracing import check_tracing
 from agentevo.rollout.external_attempts import OutsideAgent, OutsideSessions
 from agentevo.rollout.given_tasks import check_same_tasks
@@ -27,7 +26,7 @@ from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.task_source import TaskSource
 from agentevo.runs.folder.identity import ensure_run_folder
-from agentevo.runs.processes.endpoint import Endpoint, open_endpoint
+from agentevo.runs.processes.endpoint import open_endpoint
 from agentevo.runs.processes.sample import chat_of_recipe, engines_and_store
 from agentevo.runs.processes.session_routes import SessionRoutes
 from agentevo.runtime.console import to_stderr
@@ -60,58 +59,49 @@ def run_gateway(
             return
         if tasks is not None and tasks.read is not None:
             check_same_tasks(config, tasks.read)
-        run_coroutine(_serve(config, endpoint, engines, tasks, chat, context_length, stop, note))
 
+        async def serve() -> None:
+            async with engines_and_store(config, engines, stop, note, "gateway") as opened:
+                if opened is None:
+                    return
 
-async def _serve(
-    config: RunConfig,
-    endpoint: Endpoint,
-    urls: Sequence[str],
-    tasks: TaskSource | None,
-    chat: ChatFormat,
-    context_length: int,
-    stop: Callable[[], bool],
-    note: Callable[[str], None],
-) -> None:
-    async with engines_and_store(config, urls, stop, note, "gateway") as opened:
-        if opened is None:
-            return
+                engine, store, calls = opened
+                agent = OutsideAgent(config.agent.timeout_s)
+                endpoint.secret.value()
 
-        engine, store, calls = opened
-        agent = OutsideAgent(config.agent.timeout_s)
-        endpoint.secret.value()
+                gateway = Gateway(
+                    config.gateway,
+                    model=config.model.name,
+                    timeout_s=config.engine.timeout_s,
+                    note=note,
+                    listener=endpoint.listener,
+                    tls=endpoint.server_context(),
+                )
+                sampler = Sampler(
+                    config,
+                    engine,
+                    chat,
+                    agent,
+                    store,
+                    context_length,
+                    calls=calls,
+                    note=note,
+                    gateway=gateway,
+                    get_tasks=tuple if tasks is None else tasks.given,
+                )
+                sessions = OutsideSessions(config, sampler, agent, engine, store, note)
+                next_tasks = NextTasks(config, tasks, sessions, store)
+                routes = SessionRoutes(sessions, endpoint.secret, engine.stats, next_tasks)
+                gateway.added = routes
+                with closing(gateway), closing(sampler):
+                    base = await in_thread(lambda: gateway.base)
+                    routes.bridge = gateway.bridge_to_current_loop()
+                    await engine.refresh()  # from here on it continues looking
+                    note(f"gateway: sessions at {base}/sessions\n{endpoint.where_the_key_is()}")
+                    while not stop():
+                        await asyncio.sleep(POLL_INTERVAL_S)
+                    await sessions.close()
 
-        gateway = Gateway(
-            config.gateway,
-            model=config.model.name,
-            timeout_s=config.engine.timeout_s,
-            note=note,
-            listener=endpoint.listener,
-            tls=endpoint.server_context(),
-        )
-        sampler = Sampler(
-            config,
-            engine,
-            chat,
-            agent,
-            store,
-            context_length,
-            calls=calls,
-            note=note,
-            gateway=gateway,
-            get_tasks=tuple if tasks is None else tasks.given,
-        )
-        sessions = OutsideSessions(config, sampler, agent, engine, store, note)
-        next_tasks = NextTasks(config, tasks, sessions, store)
-        routes = SessionRoutes(sessions, endpoint.secret, engine.stats, next_tasks)
-        gateway.added = routes
-        with closing(gateway), closing(sampler):
-            base = await in_thread(lambda: gateway.base)
-            routes.bridge = gateway.bridge_to_current_loop()
-            await engine.refresh()  # from here on it continues looking
-            note(f"gateway: sessions at {base}/sessions\n{endpoint.where_the_key_is()}")
-            while not stop():
-                await asyncio.sleep(POLL_INTERVAL_S)
-            await sessions.close()
+                note("gateway: stopped")
 
-        note("gateway: stopped")
+        run_coroutine(serve())

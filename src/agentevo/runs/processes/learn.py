@@ -56,7 +56,7 @@ def check_learn(config: RunConfig, *, may_fetch: bool = True) -> GivenTasks | No
 
 
 def check_dry_learn(config: RunConfig) -> list[str]:
-    """As `orchestration.dry_run.check_dry`, of `learn`."""
+    """As `orchestration.checks.check_dry`, of `learn`."""
     refusals = Refusals()
     given_tasks = refusals.collect(check_learn, config, may_fetch=False)
     refusals.collect(check_new_folder, config.run_dir, "run.dir")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from transformers import AutoTokenizer, GenerationConfig
 
-from agentevo.agents import Agent, AgentFunction
+from agentevo.agents import AgentFunction
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import check_one_policy
 from agentevo.errors import ModelError
@@ -92,20 +92,40 @@ def sample(
         if source.read is not None:
             check_same_tasks(config, source.read)
 
-        run_coroutine(
-            _sample(
-                config,
-                name,
-                engines,
-                player,
-                source,
-                chat,
-                context_length,
-                stop,
-                ends_with_run=parent is None,
-                note=note,
-            )
-        )
+        async def work() -> None:
+            async with engines_and_store(config, engines, stop, note, name) as opened:
+                if opened is None:
+                    return
+
+                engine, store, calls = opened
+                sampler = Sampler(
+                    config,
+                    engine,
+                    chat,
+                    player,
+                    store,
+                    context_length,
+                    calls=calls,
+                    note=note,
+                    get_tasks=source.given,
+                )
+                service = SamplerService(
+                    config, sampler, engine, store, source, worker=name, note=note
+                )
+                note(f"{name}: sampling for {short(config.run_dir)}")
+
+                steps = config.trainer.steps
+                with closing(sampler):
+                    await _serve(service, engine, store, steps, stop, ends_with_run=parent is None)
+
+                num_groups = service.stats()["sampler/groups_written"]
+                end_note = f": the run has made its {steps} step{'s' * (steps != 1)}"
+                note(
+                    f"{name}: stopped after {num_groups:g} group{'s' * (num_groups != 1)}"
+                    + ("" if stop() else end_note)
+                )
+
+        run_coroutine(work())
 
 
 def chat_of_recipe(config: RunConfig) -> tuple[ChatFormat, int]:
@@ -133,52 +153,6 @@ def chat_of_recipe(config: RunConfig) -> tuple[ChatFormat, int]:
         ) from error
 
     return ChatFormat(tokenizer, generation), context_length(shape)
-
-
-async def _sample(
-    config: RunConfig,
-    name: str,
-    urls: Sequence[str],
-    player: Agent,
-    source: TaskSource,
-    chat: ChatFormat,
-    context_length: int,
-    stop: Callable[[], bool],
-    *,
-    ends_with_run: bool,
-    note: Callable[[str], None],
-) -> None:
-    async with engines_and_store(config, urls, stop, note, name) as opened:
-        if opened is None:
-            return
-
-        engine, store, calls = opened
-        sampler = Sampler(
-            config,
-            engine,
-            chat,
-            player,
-            store,
-            context_length,
-            calls=calls,
-            note=note,
-            get_tasks=source.given,
-        )
-        service = SamplerService(config, sampler, engine, store, source, worker=name, note=note)
-        note(f"{name}: sampling for {short(config.run_dir)}")
-
-        with closing(sampler):
-            await _serve(
-                service, engine, store, config.trainer.steps, stop, ends_with_run=ends_with_run
-            )
-
-        num_groups = service.stats()["sampler/groups_written"]
-        steps = config.trainer.steps
-        end_note = f": the run has made its {steps} step{'s' * (steps != 1)}"
-        note(
-            f"{name}: stopped after {num_groups:g} group{'s' * (num_groups != 1)}"
-            + ("" if stop() else end_note)
-        )
 
 
 @asynccontextmanager

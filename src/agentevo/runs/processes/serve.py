@@ -18,7 +18,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
-from typing import Any, TypedDict
+from typing import Any
 
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import check_one_policy
@@ -141,11 +141,17 @@ async def _serve(
         place = announcement.address.pinned_url
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(listening(door, listener, tls=tls))
-            for board in (directory, _board(config, secret, announcement)):
-                if board is not None:
-                    await stack.enter_async_context(
-                        board.keep_announced(announcement, serves=lambda: engine.version)
-                    )
+            boards: list[EngineDirectory | StoreAnnouncements] = [directory]
+            # Samplers without a shared folder look in the store; without encryption, an engine is
+            # only for this machine.
+            board = None if shown is None else open_announcements(config, secret)
+            if board is not None:
+                boards.append(board)
+
+            for listing in boards:
+                await stack.enter_async_context(
+                    listing.keep_announced(announcement, serves=lambda: engine.version)
+                )
 
             note(f"{name}: serving version {engine.version} at {place}")
             await _until(stop, following, engine)
@@ -155,14 +161,6 @@ async def _serve(
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         await engine.close()
-
-
-def _board(
-    config: RunConfig, secret: RunSecret, announcement: Announcement
-) -> StoreAnnouncements | None:
-    """The place in which samplers without a shared folder find this engine; None if there is none,
-    or if the engine is not encrypted and so only for this machine."""
-    return open_announcements(config, secret) if announcement.certificate else None
 
 
 async def _until(
@@ -175,13 +173,6 @@ async def _until(
             following.result()
         engine.check()
         await asyncio.sleep(STOP_POLL_S)
-
-
-class _How(TypedDict):
-    """How new weights are swapped in."""
-
-    in_flight: InFlight
-    deadline_s: float
 
 
 class VersionFollower:
@@ -263,7 +254,8 @@ class VersionFollower:
         if latest is None:
             return None
 
-        how: _How = {"in_flight": self._in_flight, "deadline_s": self._deadline_s}
+        in_flight = self._in_flight
+        deadline_s = self._deadline_s
         source = self._weights
         engine = self._engine
         if isinstance(source, GroupSource) and isinstance(engine, ReceivingEngine):
@@ -271,13 +263,15 @@ class VersionFollower:
                 places = await engine.places(await in_thread(source.specs, latest))
                 if places:
                     incoming = await in_thread(source.incoming, latest, places)
-                    await engine.receive(latest.version, incoming, **how)
+                    await engine.receive(
+                        latest.version, incoming, in_flight=in_flight, deadline_s=deadline_s
+                    )
                     return latest.version
 
         with self._refusing(state):
             verified = await in_thread(self._read_verified, latest)
 
-        await self._engine.publish(latest.version, verified, **how)
+        await engine.publish(latest.version, verified, in_flight=in_flight, deadline_s=deadline_s)
         return latest.version
 
     def _newest(self) -> tuple[Latest | None, object]:

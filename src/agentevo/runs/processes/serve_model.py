@@ -14,15 +14,13 @@ from agentevo.agents.gateway.shared_session import SharedSession
 from agentevo.config import RunConfig
 from agentevo.config.routing import without_routing
 from agentevo.inference.conversations.conversation import Conversation
-from agentevo.inference.engine import UpdatableEngine
 from agentevo.inference.engines import check_engine, engines
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.checkpoint_manifest import read as read_manifest
 from agentevo.models.compute.positions import context_length
-from agentevo.models.files.load import LoadedModel
 from agentevo.rollout.sampler import sampling_params
 from agentevo.runs.orchestration.components import check_memory, load_policy
-from agentevo.runs.processes.endpoint import SERVING, Endpoint, open_endpoint
+from agentevo.runs.processes.endpoint import SERVING, open_endpoint
 from agentevo.runtime.console import to_stderr
 from agentevo.runtime.event_loop import in_thread, run_coroutine
 from agentevo.runtime.signals import POLL_INTERVAL_S, catch_stop_signals
@@ -55,61 +53,51 @@ def serve_model(
     ):
         loaded = load_policy(config, path)
         engine = make_engine(loaded.model, loaded.tokenizer, config.engine)
-        run_coroutine(
-            _serve(config, engine, loaded, path, endpoint, name or config.run_dir.name, stop, note)
-        )
+        shown_name = name or config.run_dir.name
 
+        async def serve() -> None:
+            chat = ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+            sampling = sampling_params(config.sampling, chat, config.sampling.temperature)
 
-async def _serve(
-    config: RunConfig,
-    engine: UpdatableEngine,
-    loaded: LoadedModel,
-    checkpoint: Path | None,
-    endpoint: Endpoint,
-    name: str,
-    stop: Callable[[], bool],
-    note: Callable[[str], None],
-) -> None:
-    chat = ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
-    sampling = sampling_params(config.sampling, chat, config.sampling.temperature)
+            def new_conversation() -> Conversation:
+                return Conversation(
+                    engine,
+                    chat,
+                    sampling,
+                    name=secrets.token_hex(8),
+                    seed=secrets.randbits(63),
+                    context_length=context_length(loaded.model.config),
+                    timeout_s=config.engine.timeout_s,
+                )
 
-    def new_conversation() -> Conversation:
-        return Conversation(
-            engine,
-            chat,
-            sampling,
-            name=secrets.token_hex(8),
-            seed=secrets.randbits(63),
-            context_length=context_length(loaded.model.config),
-            timeout_s=config.engine.timeout_s,
-        )
+            gateway = Gateway(
+                config.gateway,
+                model=shown_name,
+                timeout_s=config.engine.timeout_s,
+                note=note,
+                listener=endpoint.listener,
+                tls=endpoint.server_context(),
+            )
+            try:
+                await engine.begin(_step(path), deadline_s=config.engine.timeout_s)
+                base = await in_thread(lambda: gateway.base)
+                key = endpoint.secret.value()
+                whole_calls = config.gateway.whole_calls
+                gateway.add(SharedSession(new_conversation, base, key, whole_calls=whole_calls))
+                what = config.model.name if path is None else path
+                note(f"serving {what} as {shown_name!r} at {base}\n{endpoint.how_to(base)}")
 
-    gateway = Gateway(
-        config.gateway,
-        model=name,
-        timeout_s=config.engine.timeout_s,
-        note=note,
-        listener=endpoint.listener,
-        tls=endpoint.server_context(),
-    )
-    try:
-        await engine.begin(_step(checkpoint), deadline_s=config.engine.timeout_s)
-        base = await in_thread(lambda: gateway.base)
-        key = endpoint.secret.value()
-        whole_calls = config.gateway.whole_calls
-        gateway.add(SharedSession(new_conversation, base, key, whole_calls=whole_calls))
-        what = config.model.name if checkpoint is None else checkpoint
-        note(f"serving {what} as {name!r} at {base}\n{endpoint.how_to(base)}")
+                with endpoint.announce(base):
+                    while not stop():
+                        engine.check()
+                        await asyncio.sleep(POLL_INTERVAL_S)
 
-        with endpoint.announce(base):
-            while not stop():
-                engine.check()
-                await asyncio.sleep(POLL_INTERVAL_S)
+                note(f"{shown_name}: stopped")
+            finally:
+                await in_thread(gateway.close)
+                await engine.close()
 
-        note(f"{name}: stopped")
-    finally:
-        await in_thread(gateway.close)
-        await engine.close()
+        run_coroutine(serve())
 
 
 def _step(checkpoint: Path | None) -> int:

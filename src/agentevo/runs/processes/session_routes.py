@@ -11,7 +11,7 @@
 
 All routes are open to the gateway's key, and those of one session to that session's own key as
 well, also after it has ended. They run on the gateway's event loop, and their calls on the
-sampler's.
+sampler's. The records of bodies and answers also make the page of the gateway's OpenAPI.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from fastapi import Request, Response
 
+from agentevo.agents.gateway import openapi
 from agentevo.agents.gateway.api_routes import MARGIN_S
 from agentevo.agents.gateway.body import json_body, json_response, record_of
 from agentevo.agents.gateway.bridge import Bridge
@@ -33,20 +34,149 @@ from agentevo.agents.posted_rewards import PostedReward
 from agentevo.inference.serving.secret import RunSecret
 from agentevo.rollout.external_attempts import OutsideSession, OutsideSessions, SessionState
 from agentevo.rollout.next_tasks import NextTasks
-from agentevo.runs.processes import session_page
-from agentevo.runs.processes.session_page import (
-    EndBody,
-    OpenBody,
-    OpenedSession,
-    SessionList,
-    ShownTask,
-)
 from agentevo.runtime.event_loop import in_thread
-from agentevo.types import Task
+from agentevo.types import Task, Trajectory
 
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 2**20
+
+
+class OpenTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fields of a task; see types.Task."""
+
+    id: str
+    query: str | None = None
+    answer: Any = None
+    scorer: str | None = None
+    metadata: dict[str, Any] = {}
+
+
+class OpenBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of a request that opens an attempt."""
+
+    next: bool = False
+    task: OpenTask | None = None
+    group: str | None = None
+    size: int | None = None
+
+
+class EndBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of a request that ends an attempt."""
+
+    reward: float | None = None
+    rewards: dict[str, float] = {}
+    error: str | None = None
+
+
+class ShownTask(msgspec.Struct, frozen=True):
+    """A task as its agent gets it."""
+
+    id: str
+    query: str | None
+    metadata: dict[str, Any]
+
+
+class OpenedSession(SessionState, frozen=True, kw_only=True):
+    """An attempt, and how its agent reaches the policy."""
+
+    key: str
+    base_url: str
+    anthropic_base_url: str
+    reward_url: str
+    end_url: str
+    task: ShownTask
+
+
+class SessionList(msgspec.Struct, frozen=True, kw_only=True):
+    """The attempts that the gateway remembers."""
+
+    object: Literal["list"] = "list"
+    data: list[SessionState]
+
+
+class SessionFailure(msgspec.Struct, frozen=True):
+    """The reason of a refusal."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class FailureBody(msgspec.Struct, frozen=True):
+    """The body of a refusal."""
+
+    error: SessionFailure
+
+
+_RECORDS = (
+    OpenBody,
+    EndBody,
+    PostedReward,
+    OpenedSession,
+    SessionState,
+    SessionList,
+    Trajectory,
+    FailureBody,
+)
+_REFERENCES, SCHEMAS = msgspec.json.schema_components(
+    _RECORDS, ref_template="#/components/schemas/{name}"
+)
+_SCHEMAS: dict[type, Any] = dict(zip(_RECORDS, _REFERENCES, strict=True))
+_COUNTS = {"type": "object", "additionalProperties": {"type": "number"}}
+_BUSY = {409: "It is open, has ended, or does not fit its group."}
+
+
+def _link(path: str, method: str) -> dict[str, Any]:
+    """From the answer that opens a session to a request about it."""
+    reference = f"#/paths/{path.replace('/', '~1')}/{method}"
+    return {"operationRef": reference, "parameters": {"session": "$response.body#/id"}}
+
+
+def _describe(
+    summary: str,
+    answer: type | dict[str, Any],
+    body: type | None = None,
+    failures: dict[int, str] | None = None,
+    *,
+    is_of_session: bool = True,
+    **more: Any,
+) -> dict[str, Any]:
+    """See openapi.describe."""
+    missing = {404: "The session does not exist."} if is_of_session else {}
+    return openapi.describe(
+        summary,
+        _SCHEMAS[answer] if isinstance(answer, type) else answer,
+        body=None if body is None else _SCHEMAS[body],
+        needs_body=False,
+        in_path="session" if is_of_session else "",
+        failure=_SCHEMAS[FailureBody],
+        failures=missing | (failures or {}),
+        **more,
+    )
+
+
+OPEN = _describe(
+    "Opens an attempt",
+    OpenedSession,
+    OpenBody,
+    _BUSY | {404: "With `next`: the run has made its last step."},
+    is_of_session=False,
+    status=201,
+    links={
+        "state": _link("/sessions/{session}", "get"),
+        "reward": _link("/sessions/{session}/reward", "post"),
+        "end": _link("/sessions/{session}/end", "post"),
+        "trajectory": _link("/sessions/{session}/trajectory", "get"),
+    },
+)
+ALL = _describe("All attempts that are remembered", SessionList, is_of_session=False)
+STATS = _describe("Counts of sessions and engines", _COUNTS, is_of_session=False)
+STATE = _describe("The progress of an attempt", SessionState)
+REWARD = _describe("Post a reward for the attempt", SessionState, PostedReward, _BUSY)
+END = _describe("End the attempt", SessionState, EndBody, _BUSY)
+TRAJECTORY = _describe("The attempt as it was recorded", Trajectory, failures=_BUSY)
 
 
 class SessionRoutes(Routes):
@@ -54,7 +184,7 @@ class SessionRoutes(Routes):
     answers, on the sampler's loop."""
 
     prefixes = ("/sessions", "/stats")
-    schemas = session_page.SCHEMAS
+    schemas = SCHEMAS
 
     def __init__(
         self,
@@ -71,14 +201,14 @@ class SessionRoutes(Routes):
         """To the sampler's loop; set before the first request is answered."""
 
     def table(self) -> Iterator[GatewayRoute]:
-        yield GatewayRoute("POST", "/sessions", self._open, session_page.OPEN)
-        yield GatewayRoute("GET", "/sessions", self._all, session_page.ALL)
-        yield GatewayRoute("GET", "/stats", self._counts, session_page.STATS)
+        yield GatewayRoute("POST", "/sessions", self._open, OPEN)
+        yield GatewayRoute("GET", "/sessions", self._all, ALL)
+        yield GatewayRoute("GET", "/stats", self._counts, STATS)
         for method, below, work, body, page in (
-            ("GET", "", self._state, None, session_page.STATE),
-            ("POST", "/reward", self._reward, PostedReward, session_page.REWARD),
-            ("POST", "/end", self._end, EndBody, session_page.END),
-            ("GET", "/trajectory", self._trajectory, None, session_page.TRAJECTORY),
+            ("GET", "", self._state, None, STATE),
+            ("POST", "/reward", self._reward, PostedReward, REWARD),
+            ("POST", "/end", self._end, EndBody, END),
+            ("GET", "/trajectory", self._trajectory, None, TRAJECTORY),
         ):
             handler = self._of_session(work, body)
             yield GatewayRoute(method, "/sessions/{session}" + below, handler, page)

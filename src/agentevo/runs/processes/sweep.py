@@ -195,11 +195,8 @@ def _prepare(sweep: Sweep) -> None:
         (sweep.dir / folder).mkdir(parents=True, exist_ok=True)
     write_atomic(sweep.dir / SWEEP_FILE, dump_yaml(sweep.section.model_dump(mode="json")))
     for member in sweep.members:
-        _recipe(sweep, member).write_text(to_yaml(member.config), encoding="utf-8")
-
-
-def _recipe(sweep: Sweep, member: Member) -> Path:
-    return sweep.dir / "recipes" / f"{member.name}.yaml"
+        recipe = sweep.dir / "recipes" / f"{member.name}.yaml"
+        recipe.write_text(to_yaml(member.config), encoding="utf-8")
 
 
 def _run_members(
@@ -225,13 +222,14 @@ def _run_members(
 
             if len(received) > heeded:
                 heeded = len(received)
-                _ask_to_stop(under_way, at_once=heeded > 1)
-                how_to_stop = (
-                    ""
+                for run in under_way:
+                    run.process.send_signal(signal.SIGKILL if heeded > 1 else signal.SIGINT)
+                view.note(
+                    "stopping"
                     if heeded > 1
-                    else " after the step of each run under way; press Ctrl-C again to stop at once"
+                    else "stopping after the step of each run under way; press Ctrl-C again to "
+                    "stop at once"
                 )
-                view.note(f"stopping{how_to_stop}")
 
             time.sleep(POLL_S)
             for run in [run for run in under_way if run.process.poll() is not None]:
@@ -254,12 +252,13 @@ def _run_members(
 
 
 def _start(sweep: Sweep, member: Member, start: Start, lock: int) -> _SweepRunUnderWay:
-    """In a session of its own, so that the terminal's Ctrl-C reaches it only through
-    `_ask_to_stop`, and only once."""
+    """In a session of its own, so that the terminal's Ctrl-C reaches it only through this
+    process, and only once."""
     log = sweep.dir / "logs" / f"{member.name}.log"
     # A starting member's folder holds only data from before its first checkpoint.
     extra_words = ["--resume"] if start == "resumed" else ["run.overwrite=true"]
-    words = [sys.executable, "-m", "agentevo", "train", str(_recipe(sweep, member)), *extra_words]
+    recipe = str(sweep.dir / "recipes" / f"{member.name}.yaml")
+    words = [sys.executable, "-m", "agentevo", "train", recipe, *extra_words]
     threads = (
         {"OMP_NUM_THREADS": str(member.config.run.threads)} if member.config.run.threads else {}
     )
@@ -275,11 +274,6 @@ def _start(sweep: Sweep, member: Member, start: Start, lock: int) -> _SweepRunUn
         )
 
     return _SweepRunUnderWay(member, process, log, time.monotonic())
-
-
-def _ask_to_stop(under_way: Sequence[_SweepRunUnderWay], *, at_once: bool) -> None:
-    for run in under_way:
-        run.process.send_signal(signal.SIGKILL if at_once else signal.SIGINT)
 
 
 def _report_end(run: _SweepRunUnderWay, view: SweepView) -> str:

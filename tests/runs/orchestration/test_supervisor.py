@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from agentevo.runs.processes import supervisor as module
-from agentevo.runs.processes.supervisor import ChildFailedError, ChildSupervisor
+from agentevo.runs.orchestration import supervisor as module
+from agentevo.runs.orchestration.supervisor import ChildFailedError, sampling_children
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def start(small_config, tmp_path, notes):
     """`start(engine="exit 3", sampler=...)`: one of each, to be entered, as scripts."""
 
     def make(engine=FOR_EVER, sampler=FOR_EVER):
-        made = ChildSupervisor(small_config(tmp_path / "run", "rollout.samplers=1"), notes.append)
+        made = sampling_children(small_config(tmp_path / "run", "rollout.samplers=1"), notes.append)
         for child, script in zip(made._children, (engine, sampler), strict=True):
             child.command = ["/bin/sh", "-c", script]
         return made
@@ -191,7 +191,7 @@ def test_nobody_looking_after_them_is_a_failure(small_config, tmp_path):
     def closed(line):
         raise ValueError("I/O operation on closed file")
 
-    children = ChildSupervisor(small_config(tmp_path / "run", "rollout.samplers=1"), closed)
+    children = sampling_children(small_config(tmp_path / "run", "rollout.samplers=1"), closed)
     for child in children._children:
         child.command = ["/bin/sh", "-c", "kill -9 $$"]
 
