@@ -6,14 +6,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from agentevo.errors import NoStoreError, UnusableStoreError
-from agentevo.store.mongo_calls import CALL_INDEXES
-from agentevo.store.read_only import older_schema
+from agentevo.store.store import older_schema
 
 if TYPE_CHECKING:
     from pymongo import AsyncMongoClient
 
 SCHEMA_VERSION = 2
-"""The version of the documents that mongo_rows.py and mongo_calls.py describe."""
+"""The version of the documents that mongodb.py describes."""
 
 Document = dict[str, Any]
 
@@ -34,6 +33,7 @@ INDEXES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("state", "split", "seq"),
     ),
 }
+CALL_INDEXES: tuple[tuple[str, ...], ...] = (("seq",), ("trajectory_id", "seq"), ("seen_at",))
 _NAMESPACE_EXISTS = 48
 
 
