@@ -9,7 +9,7 @@ import pytest
 from agentevo.config import build_config
 from agentevo.errors import ConfigError, MissingExtraError
 from agentevo.runs.orchestration.components import check_memory
-from agentevo.training import quantized_optimizer
+from agentevo.training import optimization
 
 
 def config(*overrides: str):
@@ -41,6 +41,6 @@ def test_eight_bits_without_torchao_say_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(MissingExtraError, match=r"agentevo\[8bit\]"):
-        quantized_optimizer.check_8bit()
+        optimization.check_8bit()
     with pytest.raises(MissingExtraError):
         check_memory(config("memory.optimizer=adamw_8bit"))

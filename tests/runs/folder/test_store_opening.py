@@ -18,7 +18,8 @@ from agentevo.runs.folder import store_opening
 from agentevo.runs.folder.store_opening import open_run_store
 from agentevo.runs.processes import sample
 from agentevo.runtime import retry as patience
-from agentevo.store import open_store, sqlite, store as stores
+from agentevo.store import open_store, sqlite
+from agentevo.store import store as stores
 from agentevo.store.records import RETRIES
 
 pytest.importorskip("asyncpg")
