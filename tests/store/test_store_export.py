@@ -349,9 +349,7 @@ def test_a_store_in_which_something_moves_is_not_exported(
 
             before = (tmp_path / "all.jsonl").read_bytes()
 
-            async def goes_on(
-                self: Store, **filters: object
-            ) -> AsyncIterator[StoredTrajectory]:
+            async def goes_on(self: Store, **filters: object) -> AsyncIterator[StoredTrajectory]:
                 async for stored in whole(self, **filters):  # type: ignore[arg-type]
                     yield stored
 

@@ -23,17 +23,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from agentevo.errors import MissingExtraError, UnusableStoreError
+from agentevo.errors import MissingExtraError, NoStoreError, UnusableStoreError
 from agentevo.runtime.credentials import without_password
 from agentevo.runtime.event_loop import in_thread
-from agentevo.store.clock import CLOCK_TOLERANCE_S, Clock, Now
+from agentevo.store.clock import CLOCK_TOLERANCE_S, Now
 from agentevo.store.codec import decode_lease
-from agentevo.store.mongo_schema import check_or_make
-from agentevo.store.records import RETRIES, Lease, RetryPolicy
+from agentevo.store.records import Lease
 from agentevo.store.rows import Condition, Operator, Row, Rows, expire_lease
-from agentevo.store.store import AWAY_S, TABLES, Piece, Role, Store, T, Work, stores
+from agentevo.store.store import (
+    AWAY_S,
+    TABLES,
+    Piece,
+    Role,
+    Store,
+    StoreOptions,
+    T,
+    Work,
+    older_schema,
+    stores,
+)
 
 if TYPE_CHECKING:
     from pymongo import AsyncMongoClient
@@ -49,6 +59,29 @@ _OPERATORS: dict[Operator, str] = {
     ">=": "$gte",
     "in": "$in",
 }
+SCHEMA_VERSION = 2
+"""The version of the documents in this module."""
+
+INDEXES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "tasks": (
+        ("seq",),
+        ("state", "seq"),
+        ("state", "not_before", "seq"),
+        ("state", "lease_expires_at"),
+        ("state", "lease_started_at"),
+    ),
+    "trajectories": (
+        ("seq",),
+        *(
+            (name, "seq")
+            for name in ("step", "trained_step", "split", "state", "status", "task_id", "group_id")
+        ),
+        ("state", "split", "seq"),
+    ),
+}
+CALL_INDEXES: tuple[tuple[str, ...], ...] = (("seq",), ("trajectory_id", "seq"), ("seen_at",))
+_NAMESPACE_EXISTS = 48
+
 _NUMBERED = ("tasks", "trajectories", "calls")
 _CALL_FACTS = ("trajectory_id", "parent", "kind", "name", "started_at")
 """What does not change in a call."""
@@ -199,7 +232,9 @@ class MongoDBStore(Store):
     """`Store` describes the guarantees of the methods. `MongoDBStore.open` and `open_store` create
     a store object."""
 
-    def __init__(self, client: AsyncMongoClient[Document], name: str, **options: Any) -> None:
+    def __init__(
+        self, client: AsyncMongoClient[Document], name: str, **options: Unpack[StoreOptions]
+    ) -> None:
         """`options` are those of `Store`."""
         from pymongo.errors import PyMongoError
 
@@ -209,16 +244,7 @@ class MongoDBStore(Store):
         self._database = client[name]
 
     @classmethod
-    async def open(
-        cls,
-        url: str,
-        *,
-        timeout_s: float = 60.0,
-        create: bool = True,
-        retries: RetryPolicy = RETRIES,
-        clock: Clock | None = None,
-        read_only: bool = False,
-    ) -> Self:
+    async def open(cls, url: str, *, create: bool = True, **options: Unpack[StoreOptions]) -> Self:
         """Opens a database. Creates the collections and indexes if needed, unless `create` is
         false. Raises StoreError for a server without transactions and for a database with other
         content, which stays unchanged.
@@ -240,7 +266,9 @@ class MongoDBStore(Store):
                 )
 
             client: AsyncMongoClient[Document] = AsyncMongoClient(
-                url, serverSelectionTimeoutMS=int(400 * min(timeout_s, AWAY_S)), w="majority"
+                url,
+                serverSelectionTimeoutMS=int(400 * min(options.get("timeout_s", AWAY_S), AWAY_S)),
+                w="majority",
             )
         except (PyMongoError, ValueError) as error:
             # pymongo's message may contain a part of the password, if the URL was split at the
@@ -251,14 +279,10 @@ class MongoDBStore(Store):
                 "mongodb://HOST/DATABASE, with a password as ${env:NAME}"
             ) from None
 
-        store = cls(
-            client, name, timeout_s=timeout_s, retries=retries, clock=clock, read_only=read_only
-        )
+        store = cls(client, name, **options)
         try:
             async with store._deadline("open"):
-                await check_or_make(
-                    client, store._database, store.where, create=create, read_only=read_only
-                )
+                await _check_or_make(store, create=create)
         except BaseException:
             await client.close()
             raise
@@ -417,6 +441,93 @@ class MongoDBStore(Store):
             return deleted["trajectories"] + deleted["tasks"] + deleted["steps"]
 
         return await self._retry("clear", work)
+
+
+async def _check_or_make(store: MongoDBStore, *, create: bool) -> None:
+    """Ensures that the database holds a store of this version. Every step may be repeated, and
+    several processes may run it at once. Raises StoreError, and changes nothing, for a server
+    without transactions, a newer version, other content, an empty database unless `create` is true,
+    and an older version if the store is read only."""
+    from pymongo.errors import OperationFailure
+
+    database = store._database
+    where = store.where
+    hello = await store._client.admin.command("hello")
+    if "setName" not in hello and hello.get("msg") != "isdbgrid":
+        raise UnusableStoreError(
+            f"store {where}: this server has no transactions, which a store needs to be "
+            f"exactly-once: start mongod with "
+            "--replSet rs0 and call rs.initiate() once (a single member is enough), or use "
+            "PostgreSQL"
+        )
+
+    schema = await database["meta"].find_one({"_id": "schema"})
+    if schema is not None:
+        if schema["version"] > SCHEMA_VERSION:
+            raise UnusableStoreError(
+                f"store {where}: its schema {schema['version']} is of a newer AgentEvo, this one "
+                f"supports up to {SCHEMA_VERSION}: upgrade "
+                "with pip install -U agentevo; it was left as it is"
+            )
+
+        if store._read_only and schema["version"] < SCHEMA_VERSION:
+            raise older_schema(where, schema["version"])
+
+        if schema["version"] < SCHEMA_VERSION:
+            await _make_calls(database)
+            await database["meta"].update_one(
+                {"_id": "schema", "version": 1}, {"$set": {"version": SCHEMA_VERSION}}
+            )
+
+        return
+
+    await _refuse_foreign(database, where)
+    if not create:
+        raise NoStoreError(f"store {where}: this database has no store: check the URL")
+
+    for name, indexes in INDEXES.items():
+        for columns in indexes:
+            await database[name].create_index([(column, 1) for column in columns])
+
+    for name in ("tokens", "steps"):
+        try:
+            await database.create_collection(name, check_exists=False)
+        except OperationFailure as error:
+            if error.code != _NAMESPACE_EXISTS:
+                raise
+
+    for name in ("trainer", "tasks", "trajectories"):
+        await _make_counter(database, name)
+
+    await _make_calls(database)
+    await database["meta"].update_one(
+        {"_id": "schema"}, {"$setOnInsert": {"version": SCHEMA_VERSION}}, upsert=True
+    )
+
+
+async def _refuse_foreign(database: Any, where: str) -> None:
+    """Raises StoreError if a collection has one of our names and is not empty. (If another process
+    is creating a store now, its collections are still empty.)"""
+    own_collections = {"tasks", "trajectories", "tokens", "steps", "calls"}
+    for name in sorted(own_collections & set(await database.list_collection_names())):
+        if await database[name].find_one({}) is not None:
+            raise UnusableStoreError(
+                f"store {where}: the database holds a collection {name!r} that is not "
+                f"AgentEvo's: give another name"
+            )
+
+
+async def _make_counter(database: Any, name: str) -> None:
+    await database["meta"].update_one(
+        {"_id": name}, {"$setOnInsert": {"seq": 0, "turn": 0}}, upsert=True
+    )
+
+
+async def _make_calls(database: Any) -> None:
+    """Creates the parts of version 2 that version 1 lacks. It may be repeated."""
+    for columns in CALL_INDEXES:
+        await database["calls"].create_index([(column, 1) for column in columns])
+    await _make_counter(database, "calls")
 
 
 stores.register("mongodb")(MongoDBStore.open)

@@ -19,7 +19,7 @@ clients wait while the server restarts. The server's configuration decides how d
 from __future__ import annotations
 
 import re
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from sqlalchemy import text
 from sqlalchemy.engine import URL, make_url
@@ -30,11 +30,10 @@ from agentevo.errors import NoStoreError, UnusableStoreError
 from agentevo.runtime.credentials import without_password
 from agentevo.runtime.extras import load_extra
 from agentevo.runtime.progress import bar
-from agentevo.store.clock import Clock, Now
+from agentevo.store.clock import Now
 from agentevo.store.migrations import migrations
-from agentevo.store.records import RETRIES, RetryPolicy
 from agentevo.store.sql import SQLRows, SQLStore
-from agentevo.store.store import TABLES, Role, T, Work, older_schema, stores
+from agentevo.store.store import TABLES, Role, StoreOptions, T, Work, older_schema, stores
 from agentevo.store.tables import SCHEMA_VERSION, metadata
 
 DEFAULT_SCHEMA = "agentevo"
@@ -62,12 +61,7 @@ class PostgreSQLStore(SQLStore):
     """`Store` describes the guarantees of the methods. `PostgreSQLStore.open` and `open_store`
     create a store object."""
 
-    def __init__(
-        self,
-        url: URL,
-        schema: str,
-        **options: Any,
-    ) -> None:
+    def __init__(self, url: URL, schema: str, **options: Unpack[StoreOptions]) -> None:
         """`options` are those of `Store`."""
         super().__init__(url.render_as_string(), **options)
         self.schema = schema
@@ -91,16 +85,7 @@ class PostgreSQLStore(SQLStore):
         )
 
     @classmethod
-    async def open(
-        cls,
-        url: str,
-        *,
-        timeout_s: float = 60.0,
-        create: bool = True,
-        retries: RetryPolicy = RETRIES,
-        clock: Clock | None = None,
-        read_only: bool = False,
-    ) -> Self:
+    async def open(cls, url: str, *, create: bool = True, **options: Unpack[StoreOptions]) -> Self:
         """Opens a schema of an existing database. Creates the schema and tables if needed, unless
         `create` is false. Raises StoreError for a schema with other tables, or with the tables of a
         newer AgentEvo, and leaves the schema unchanged. `read_only`: every transaction is read only
@@ -109,21 +94,12 @@ class PostgreSQLStore(SQLStore):
         address, schema = _parse(url)
         load_extra("asyncpg", "postgresql", f"the store {address.render_as_string()}")
 
-        store = cls(
-            address,
-            schema,
-            timeout_s=timeout_s,
-            retries=retries,
-            clock=clock,
-            read_only=read_only,
-        )
+        store = cls(address, schema, **options)
         try:
             await store._run(
                 "open",
-                lambda rows: _check_or_make_schema(
-                    rows.connection, store, create=create, read_only=read_only
-                ),
-                "reader" if read_only else "alone",
+                lambda rows: _check_or_make_schema(rows.connection, store, create=create),
+                "reader" if store._read_only else "alone",
             )
         except BaseException:
             await store._engine.dispose()
@@ -258,7 +234,7 @@ def _sqlstate(error: BaseException) -> str:
 
 
 async def _check_or_make_schema(
-    connection: AsyncConnection, store: PostgreSQLStore, *, create: bool, read_only: bool
+    connection: AsyncConnection, store: PostgreSQLStore, *, create: bool
 ) -> None:
     query = "SELECT tablename FROM pg_tables WHERE schemaname = :schema"
     table_names = set((await connection.execute(text(query), {"schema": store.schema})).scalars())
@@ -272,7 +248,7 @@ async def _check_or_make_schema(
             )
 
         where = f"{store.where}: the schema {store.schema!r}"
-        if read_only and version < SCHEMA_VERSION:
+        if store._read_only and version < SCHEMA_VERSION:
             raise older_schema(store.where, version)
 
         for migrate in migrations("postgresql", version, where):

@@ -24,7 +24,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self, Unpack, cast
 from urllib.parse import quote
 
 from sqlalchemy import CursorResult, Engine, Executable, create_engine, event
@@ -38,9 +38,8 @@ from agentevo.runtime.event_loop import in_thread
 from agentevo.runtime.progress import bar
 from agentevo.store.clock import Clock, MachineClock, Now
 from agentevo.store.migrations import migrations
-from agentevo.store.records import RETRIES, RetryPolicy
 from agentevo.store.sql import SQLRows, SQLStore
-from agentevo.store.store import AWAY_S, Role, T, Work, older_schema, stores
+from agentevo.store.store import AWAY_S, Role, StoreOptions, T, Work, older_schema, stores
 from agentevo.store.tables import SCHEMA_VERSION, metadata
 
 APPLICATION_ID = 0x41676576  # "Agev"
@@ -132,7 +131,7 @@ class SQLiteStore(SQLStore):
     """`Store` describes the guarantees of the methods. `SQLiteStore.open` and `open_store` create a
     store object."""
 
-    def __init__(self, path: Path, **options: Any) -> None:
+    def __init__(self, path: Path, **options: Unpack[StoreOptions]) -> None:
         """The file has been checked. `options` are those of `Store`."""
         super().__init__(str(path), **options)
         self.path = path
@@ -146,16 +145,7 @@ class SQLiteStore(SQLStore):
         self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="agentevo-store")
 
     @classmethod
-    async def open(
-        cls,
-        url: str,
-        *,
-        timeout_s: float = 60.0,
-        create: bool = True,
-        retries: RetryPolicy = RETRIES,
-        clock: Clock | None = None,
-        read_only: bool = False,
-    ) -> Self:
+    async def open(cls, url: str, *, create: bool = True, **options: Unpack[StoreOptions]) -> Self:
         """Opens `sqlite:///PATH`. Creates the file and its folder if needed, unless `create` is
         false. Raises StoreError for a path with other content than an AgentEvo store, or with a
         store of a newer schema. Such a file stays unchanged. Migrates a store of an older schema,
@@ -167,9 +157,9 @@ class SQLiteStore(SQLStore):
         path = _path_of(url)
         _check_file(path, create=create)
 
-        store = cls(path, timeout_s=timeout_s, retries=retries, clock=clock, read_only=read_only)
+        store = cls(path, **options)
         try:
-            if read_only:
+            if store._read_only:
                 await store._check_for_reading()
             else:
                 await store._run(

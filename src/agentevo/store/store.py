@@ -44,7 +44,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, Self, TypeVar, Unpack
+from typing import Any, Literal, Protocol, Self, TypedDict, TypeVar, Unpack
 
 import msgspec
 
@@ -132,10 +132,10 @@ class Store(ABC):
         self,
         where: str,
         *,
-        timeout_s: float,
-        retries: RetryPolicy,
-        clock: Clock | None,
-        read_only: bool,
+        timeout_s: float = 60.0,
+        retries: RetryPolicy = RETRIES,
+        clock: Clock | None = None,
+        read_only: bool = False,
     ) -> None:
         self.where = where
         """The name of the store in messages."""
@@ -664,18 +664,20 @@ def _equal(properties: Mapping[str, object]) -> list[Condition]:
     return [(name, "=", value) for name, value in properties.items()]
 
 
+class StoreOptions(TypedDict, total=False):
+    """The options of `open_store` that are the same for every backend."""
+
+    timeout_s: float
+    retries: RetryPolicy
+    clock: Clock | None
+    read_only: bool
+
+
 class StoreOpener(Protocol):
     """Opens a store of one kind. Registered under the scheme of its URL."""
 
     async def __call__(
-        self,
-        url: str,
-        *,
-        timeout_s: float = 60.0,
-        create: bool = True,
-        retries: RetryPolicy = RETRIES,
-        clock: Clock | None = None,
-        read_only: bool = False,
+        self, url: str, *, create: bool = True, **options: Unpack[StoreOptions]
     ) -> Store: ...
 
 
@@ -720,6 +722,11 @@ async def open_store(
     for name in dict.fromkeys(SCHEMES.values()) if scheme not in SCHEMES else (SCHEMES[scheme],):
         import_module(f"agentevo.store.{name}")
 
-    options: dict[str, Any] = {"retries": retries, "clock": clock, "read_only": read_only}
-    may_create = create and not read_only
-    return await stores.get(scheme)(address, timeout_s=timeout_s, create=may_create, **options)
+    return await stores.get(scheme)(
+        address,
+        timeout_s=timeout_s,
+        create=create and not read_only,
+        retries=retries,
+        clock=clock,
+        read_only=read_only,
+    )
