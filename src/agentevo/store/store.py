@@ -634,7 +634,8 @@ class Store(ABC):
         if dropped:
             pieces["tokens"] = Rows.delete_dropped_tokens
         pieces["calls"] = partial(Rows.delete_calls, grace_s=lease_grace_s, dropped=dropped)
-        done = {"tokens": 0} | await self._run_pieces("gc", pieces)
+        done = dict.fromkeys(("leases", "orphans", "tokens", "calls"), 0)
+        done |= await self._run_pieces("gc", pieces)
         await self._vacuum()
 
         return done | {"bytes": before - await self.size_bytes()}
