@@ -29,7 +29,7 @@ from agentevo.inference.weights.weight_versions import VersionManifest, WeightVe
 from agentevo.inference.weights.weights_folder import WeightsFolder
 from agentevo.models.compute.parameters import trained_weights
 from agentevo.models.files.load import load_model
-from agentevo.training.master_weights import MasterWeights
+from agentevo.training.optimization import MasterWeights
 
 TOKENS = 96
 FULL_EVERY = 100

@@ -12,7 +12,7 @@ from agentevo.config.recipe import with_defaults
 from agentevo.config.routing import needs_routers, without_routing
 from agentevo.errors import ConfigError, MissingExtraError
 from agentevo.runs.orchestration.components import check_memory
-from agentevo.training import quantized_optimizer
+from agentevo.training import optimization
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_eight_bits_without_torchao_say_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(MissingExtraError, match=r"agentevo\[8bit\]"):
-        quantized_optimizer.check_8bit()
+        optimization.check_8bit()
     with pytest.raises(MissingExtraError):
         check_memory(config("memory.optimizer=adamw_8bit"))
 

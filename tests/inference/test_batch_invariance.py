@@ -14,7 +14,7 @@ from agentevo.config import EngineSection
 from agentevo.errors import EngineError
 from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.models.compute import cpu_kernels, linear
-from agentevo.models.compute.aligned_activations import Aligned
+from agentevo.models.compute.attention import Aligned
 from agentevo.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(not linear.available(), reason="another library multiplies here")

@@ -11,7 +11,7 @@ LATER = """
 import sys
 from pathlib import Path
 import torch
-from agentevo.models.compute.allocator import give_back_freed_blocks
+from agentevo.models.compute.activations import give_back_freed_blocks
 
 def resident_mib():
     lines = Path("/proc/self/status").read_text().splitlines()

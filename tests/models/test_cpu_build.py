@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentevo.models.compute import cpu_build, cpu_kernels
-from agentevo.models.compute.cpu_build import KernelsUnavailableError, load_library
-from agentevo.models.compute.cpu_kernels import CpuKernels
+from agentevo.models.compute import cpu_kernels
+from agentevo.models.compute.cpu_kernels import CpuKernels, KernelsUnavailableError, load_library
 from agentevo.runs.doctor import checks
 
 pytestmark = pytest.mark.skipif(
@@ -62,7 +61,7 @@ def test_built_once_and_again_when_damaged_or_changed(folder, counting_compiler,
     load_library()
     assert num_calls(counting_compiler) == 2
 
-    monkeypatch.setattr(cpu_build, "OPTIONS", (*cpu_build.OPTIONS, "-DANOTHER"))
+    monkeypatch.setattr(cpu_kernels, "OPTIONS", (*cpu_kernels.OPTIONS, "-DANOTHER"))
     load_library()
     assert num_calls(counting_compiler) == 3
 
@@ -119,7 +118,7 @@ def no_home():
 
 def test_where_nothing_can_be_kept_there_are_no_kernels(folder, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(cpu_build.tempfile, "mkstemp", no_room)
+        patch.setattr(cpu_kernels.tempfile, "mkstemp", no_room)
         with pytest.raises(KernelsUnavailableError, match=r"can't be stored.*Read-only") as error:
             load_library()
 
@@ -183,7 +182,7 @@ def test_a_compiler_that_hangs_is_ended(folder, tmp_path, monkeypatch):
     script.write_text("#!/bin/sh\nexec sleep 60\n")
     script.chmod(0o755)
     monkeypatch.setenv("CC", str(script))
-    monkeypatch.setattr(cpu_build, "BUILD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(cpu_kernels, "BUILD_TIMEOUT_S", 0.2)
 
     with pytest.raises(KernelsUnavailableError, match=r"took more than 0\.2 s"):
         load_library()
@@ -207,5 +206,5 @@ def test_processes_that_build_at_once(folder, counting_compiler):
 
 
 def test_the_sources_are_in_the_package():
-    names = {file.name for file in cpu_build.SOURCES.iterdir()}
+    names = {file.name for file in cpu_kernels.SOURCES.iterdir()}
     assert {"products.c", "attention.c", "rows.c", "threads.c", "vectors.h"} <= names

@@ -11,18 +11,16 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from agentevo.inference.embedded.kv_cache import KEY_BLOCK
 from agentevo.models.compute import cpu_kernels as module
-from agentevo.models.compute.cpu_build import (
-    INSTRUCTIONS,
-    KernelsUnavailableError,
-    _openmp,
-    load_library,
-)
 from agentevo.models.compute.cpu_kernels import (
     FEW_ROWS,
+    INSTRUCTIONS,
     CpuKernels,
     KernelCache,
+    KernelsUnavailableError,
     Matrix,
     Prefix,
+    _openmp,
+    load_library,
     why_not,
 )
 from agentevo.models.compute.linear import PackedMatrix

@@ -197,7 +197,7 @@ for step in range(first, 100000):
             assert (await store.counts())["trajectories/train/committed"] == 20 * len(steps) > 0
 
             check = await store._run(
-                "check", lambda connection: connection.scalar(text("PRAGMA integrity_check"))
+                "check", lambda rows: rows.connection.scalar(text("PRAGMA integrity_check"))
             )
             assert check == "ok"
 

@@ -16,6 +16,7 @@ from agentevo.store import StoredCall, export_store, import_store, open_store
 from agentevo.store.calls import LOST_S
 from agentevo.store.mongodb import MongoDBStore
 from agentevo.store.postgresql import PostgreSQLStore
+from agentevo.store.sql import SQLRows
 from agentevo.store.tables import SCHEMA_VERSION
 from agentevo.types import Call, Task, Trajectory
 
@@ -184,7 +185,8 @@ def test_a_postgresql_store_of_version_2_gets_its_calls(
     indexes = "SELECT indexdef FROM pg_indexes WHERE schemaname = current_schema() ORDER BY 1"
 
     async def look(store: PostgreSQLStore) -> list[Any]:
-        async def work(connection: Any) -> list[Any]:
+        async def work(rows: SQLRows) -> list[Any]:
+            connection = rows.connection
             definitions = [row[0] for row in await connection.execute(text(indexes))]
             columns = [tuple(row) for row in await connection.execute(text(shape))]
             return [
@@ -194,8 +196,8 @@ def test_a_postgresql_store_of_version_2_gets_its_calls(
 
         return await store._run("test", work)
 
-    async def read_version(connection: Any) -> int:
-        return int(await connection.scalar(text("SELECT version FROM agentevo_store")))
+    async def read_version(rows: SQLRows) -> int:
+        return int(await rows.connection.scalar(text("SELECT version FROM agentevo_store")))
 
     async def scenario() -> None:
         url = postgresql.url(unused_name())
@@ -203,11 +205,11 @@ def test_a_postgresql_store_of_version_2_gets_its_calls(
             new = await look(store)
             await store.write_trajectories([make_trajectory("a")], split="train", step=1)
 
-            async def older(connection: Any) -> None:
-                await connection.execute(text("DROP TABLE calls"))
-                await connection.execute(text("UPDATE agentevo_store SET version = 2"))
+            async def older(rows: SQLRows) -> None:
+                await rows.connection.execute(text("DROP TABLE calls"))
+                await rows.connection.execute(text("UPDATE agentevo_store SET version = 2"))
 
-            await store._run("test", older, write=True, lock="alone")
+            await store._run("test", older, "alone")
 
         both = await asyncio.gather(*(PostgreSQLStore.open(url) for _ in range(2)))
         for store in both:

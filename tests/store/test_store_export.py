@@ -17,9 +17,9 @@ from sqlalchemy import event
 from agentevo.errors import ConfigError, StoreError
 from agentevo.store import StoredTrajectory, export_jsonl, export_store, import_store, open_store
 from agentevo.store.export import atomic_file
-from agentevo.store.mongo_rows import MongoRows
+from agentevo.store.mongodb import MongoRows
 from agentevo.store.sql import SQLStore
-from agentevo.store.streams import Streaming
+from agentevo.store.store import Store
 from agentevo.types import Message, RemoteTurn, Task, Trajectory
 
 Make = Callable[..., Trajectory]
@@ -92,14 +92,14 @@ def test_an_export_that_breaks_leaves_the_old_file(
     path = tmp_path / "exports" / name
     asyncio.run(export(url, path))
     before = path.read_bytes()
-    whole = Streaming.trajectories
+    whole = Store.trajectories
 
-    async def breaking(self: Streaming, **filters: object) -> AsyncIterator[StoredTrajectory]:
+    async def breaking(self: Store, **filters: object) -> AsyncIterator[StoredTrajectory]:
         async for stored in whole(self, **filters):  # type: ignore[arg-type]
             yield stored
             raise StoreError("the database went away")
 
-    monkeypatch.setattr(Streaming, "trajectories", breaking)
+    monkeypatch.setattr(Store, "trajectories", breaking)
     with pytest.raises(StoreError, match="went away"):
         asyncio.run(export(url, path))
 
@@ -338,7 +338,7 @@ def test_a_store_in_which_something_moves_is_not_exported(
     monkeypatch: pytest.MonkeyPatch,
     moved: str,
 ) -> None:
-    whole = Streaming.trajectories
+    whole = Store.trajectories
 
     async def scenario() -> None:
         async with await open_store(url) as store:
@@ -349,9 +349,7 @@ def test_a_store_in_which_something_moves_is_not_exported(
 
             before = (tmp_path / "all.jsonl").read_bytes()
 
-            async def goes_on(
-                self: Streaming, **filters: object
-            ) -> AsyncIterator[StoredTrajectory]:
+            async def goes_on(self: Store, **filters: object) -> AsyncIterator[StoredTrajectory]:
                 async for stored in whole(self, **filters):  # type: ignore[arg-type]
                     yield stored
 
@@ -365,14 +363,14 @@ def test_a_store_in_which_something_moves_is_not_exported(
                     case _:
                         await store.lease_task("w", lease_s=60)
 
-            monkeypatch.setattr(Streaming, "trajectories", goes_on)
+            monkeypatch.setattr(Store, "trajectories", goes_on)
             with pytest.raises(StoreError, match=r"the run is still writing.*stop it first"):
                 await export_store(store, tmp_path / "all.jsonl")
 
             assert (tmp_path / "all.jsonl").read_bytes() == before
             assert [name for name in os.listdir(tmp_path) if "all" in name] == ["all.jsonl"]
 
-            monkeypatch.setattr(Streaming, "trajectories", whole)
+            monkeypatch.setattr(Store, "trajectories", whole)
             assert await export_store(store, tmp_path / "all.jsonl") >= 2
 
     asyncio.run(scenario())
@@ -402,11 +400,11 @@ def test_an_import_reads_the_records_of_its_own_steps_only(
                 find = MongoRows.find
 
                 async def noted(
-                    self: MongoRows, collection: Any, where: dict[str, Any], *names: str
+                    self: MongoRows, table: str, columns: Any = (), where: Any = (), **options: Any
                 ) -> Any:
-                    if collection.name == "steps":
-                        read.append(where == {"_id": {"$in": [2, 9]}})
-                    return await find(self, collection, where, *names)
+                    if table == "steps":
+                        read.append(where == [("step", "in", [2, 9])])
+                    return await find(self, table, columns, where, **options)
 
                 monkeypatch.setattr(MongoRows, "find", noted)
 

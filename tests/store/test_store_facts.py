@@ -21,9 +21,7 @@ from agentevo.errors import StoreError
 from agentevo.store import blobs, open_store
 from agentevo.store.blobs import (
     pack_turns,
-    unpack_files,
-    unpack_remote_turns,
-    unpack_texts,
+    unpack_extras,
     unpack_turns,
 )
 from agentevo.store.codec import encode_trajectories
@@ -466,7 +464,7 @@ def test_a_part_that_unpacks_to_gigabytes_is_refused(place, monkeypatch) -> None
     room = 2**20
     monkeypatch.setattr(blobs, "MAX_PART_BYTES", room)
     monkeypatch.setattr(blobs, "MAX_ROUTED_BYTES", room)
-    unpack = [unpack_turns, unpack_remote_turns, unpack_files, unpack_texts, unpack_turns][place]
+    unpack = unpack_turns if place in (0, 4) else unpack_extras
     parts = msgspec.msgpack.decode(pack_turns([], "[]", {"a": b"b"}, {"a": "b"})[1:])
     parts.append(zlib.compress(msgspec.msgpack.encode([[], b""])))
     good = pack_turns([])[:1] + msgspec.msgpack.encode(parts)

@@ -13,7 +13,7 @@ from sqlalchemy import event, text
 from sqlalchemy.exc import DBAPIError
 
 from agentevo.errors import DeadlineExceededError, StoreError, StoreUnavailableError
-from agentevo.store import leases, mongo_rows, open_store, tables
+from agentevo.store import open_store, rows, sql, tables
 from agentevo.store.mongodb import MongoDBStore
 from agentevo.store.postgresql import PostgreSQLStore
 from agentevo.types import Task, Trajectory
@@ -27,7 +27,7 @@ def test_a_row_that_another_connection_lets_go_is_no_second_lease(
     postgresql: PostgreSQL, clock: Any, make_task: MakeTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the two queries of one call for leases that ran out."""
-    rows = leases._rows
+    mappings = sql.SQLRows._mappings
 
     async def scenario() -> None:
         async with await PostgreSQLStore.open(postgresql.url(unused_name()), clock=clock) as store:
@@ -41,13 +41,13 @@ def test_a_row_that_another_connection_lets_go_is_no_second_lease(
                 await other.execute(text("SELECT 1 FROM tasks WHERE id = 'first' FOR UPDATE"))
 
                 async def lets_go(
-                    connection: Any, query: Any, **values: float
-                ) -> list[Mapping[Any, Any]]:
-                    found = await rows(connection, query, **values)
+                    self: sql.SQLRows, query: Any, **values: float
+                ) -> list[Mapping[str, Any]]:
+                    found = await mappings(self, query, **values)
                     await other.rollback()
                     return found
 
-                monkeypatch.setattr(leases, "_rows", lets_go)
+                monkeypatch.setattr(sql.SQLRows, "_mappings", lets_go)
                 taken = await store.lease_tasks("w", lease_s=10, limit=2)
 
             assert [lease.task.id for lease in taken] == ["second"]
@@ -70,7 +70,7 @@ def test_groups_are_found_without_a_walk_over_their_split(
     async def scenario() -> list[str]:
         async with await PostgreSQLStore.open(postgresql.url(unused_name())) as store:
             off = text("ALTER TABLE trajectories SET (autovacuum_enabled = false)")
-            await store._run("test", lambda connection: connection.execute(off), write=True)
+            await store._run("test", lambda rows: rows.connection.execute(off), "worker")
             many = [
                 make_trajectory(f"{k}", group_id=f"g{k // 8}", num_turns=0) for k in range(2000)
             ]
@@ -120,7 +120,7 @@ def test_a_postgresql_schema_of_a_newer_version_is_refused(postgresql: PostgreSQ
         url = postgresql.url(unused_name())
         async with await PostgreSQLStore.open(url) as store:
             change = text("UPDATE agentevo_store SET version = 99")
-            await store._run("test", lambda connection: connection.execute(change), write=True)
+            await store._run("test", lambda rows: rows.connection.execute(change), "worker")
 
         with pytest.raises(
             StoreError,
@@ -167,11 +167,11 @@ def test_gc_on_mongodb_is_many_transactions(
     mongodb: MongoDB, make_trajectory: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that breaks off has done a part, and again does the rest."""
-    monkeypatch.setattr(mongo_rows, "CHUNK", 2)
-    delete = mongo_rows.MongoRows._delete_tokens
+    monkeypatch.setattr(rows, "CHUNK", 2)
+    delete = rows.Rows._delete_tokens
     calls: list[list[str]] = []
 
-    async def breaks(self: mongo_rows.MongoRows, ids: list[str]) -> int:
+    async def breaks(self: rows.Rows, ids: list[str]) -> int:
         calls.append(ids)
         if len(calls) == 2:
             raise StoreError("the connection is gone")
@@ -188,7 +188,7 @@ def test_gc_on_mongodb_is_many_transactions(
             await store._database["tokens"].insert_many(
                 [{"_id": f"{name}+", "data": b""} for name in names]
             )
-            monkeypatch.setattr(mongo_rows.MongoRows, "_delete_tokens", breaks)
+            monkeypatch.setattr(rows.Rows, "_delete_tokens", breaks)
 
             with pytest.raises(StoreError, match="the connection is gone"):
                 await store.gc(dropped=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from sqlalchemy import event
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from agentevo.errors import (
     DeadlineExceededError,
@@ -21,6 +20,7 @@ from agentevo.errors import (
     UnknownNameError,
 )
 from agentevo.store import open_store, stores
+from agentevo.store.sql import SQLRows
 from agentevo.store.sqlite import APPLICATION_ID, SQLiteStore
 from agentevo.types import Task, Trajectory
 
@@ -140,11 +140,11 @@ def test_the_settings_hold_on_every_connection(sqlite_url: str) -> None:
         async with await SQLiteStore.open(sqlite_url) as store:
             together = threading.Barrier(3)
 
-            async def settings(connection: AsyncConnection) -> list[object]:
+            async def settings(rows: SQLRows) -> list[object]:
                 together.wait(300)  # so that each call has a connection of its own
                 names = ("journal_mode", "synchronous", "foreign_keys")
                 return [
-                    (await connection.exec_driver_sql(f"PRAGMA {name}")).scalar_one()
+                    (await rows.connection.exec_driver_sql(f"PRAGMA {name}")).scalar_one()
                     for name in names
                 ]
 
@@ -225,12 +225,12 @@ def test_every_query_uses_an_index(sqlite_url: str, make_trajectory: Make) -> No
 
             await call_everything(store)
 
-            async def explain(connection: AsyncConnection) -> list[str]:
+            async def explain(rows: SQLRows) -> list[str]:
                 plans = []
                 for statement, parameters in list(seen):
                     if statement.startswith(("SELECT", "UPDATE", "DELETE")):
                         plan = (
-                            await connection.exec_driver_sql(
+                            await rows.connection.exec_driver_sql(
                                 f"EXPLAIN QUERY PLAN {statement}", parameters
                             )
                         ).all()  # type: ignore[arg-type]
@@ -343,7 +343,7 @@ def test_a_query_that_runs_too_long_is_given_up(sqlite_url: str, make_trajectory
             start = time.monotonic()
             with pytest.raises(DeadlineExceededError, match="endless: no answer"):
                 await store._run(
-                    "endless", lambda connection: connection.exec_driver_sql(ENDLESS), write=True
+                    "endless", lambda rows: rows.connection.exec_driver_sql(ENDLESS), "worker"
                 )
 
             assert time.monotonic() - start < 300
@@ -359,12 +359,12 @@ def test_a_cancelled_write_is_rolled_back(sqlite_url: str, make_trajectory: Make
         async with await SQLiteStore.open(sqlite_url, timeout_s=3600) as store:
             inside = threading.Event()
 
-            async def slow(connection: AsyncConnection) -> None:
-                await connection.exec_driver_sql("INSERT INTO steps VALUES (1, '{}', 0, 0.0)")
+            async def slow(rows: SQLRows) -> None:
+                await rows.connection.exec_driver_sql("INSERT INTO steps VALUES (1, '{}', 0, 0.0)")
                 inside.set()
-                await connection.exec_driver_sql(ENDLESS)
+                await rows.connection.exec_driver_sql(ENDLESS)
 
-            task = asyncio.create_task(store._run("slow", slow, write=True))
+            task = asyncio.create_task(store._run("slow", slow, "worker"))
             await asyncio.to_thread(inside.wait, 300)
             start = time.monotonic()
 
@@ -393,12 +393,12 @@ def test_a_late_write_is_rolled_back_though_it_succeeds(
         async with await SQLiteStore.open(sqlite_url, timeout_s=1) as store:
             answered = threading.Event()
 
-            async def slow(connection: AsyncConnection) -> None:
-                await connection.exec_driver_sql("INSERT INTO steps VALUES (1, '{}', 0, 0.0)")
+            async def slow(rows: SQLRows) -> None:
+                await rows.connection.exec_driver_sql("INSERT INTO steps VALUES (1, '{}', 0, 0.0)")
                 answered.wait(300)
 
             with pytest.raises(DeadlineExceededError, match="slow: no answer within 1 s"):
-                await store._run("slow", slow, write=True)
+                await store._run("slow", slow, "worker")
 
             answered.set()
 

@@ -43,8 +43,7 @@ PRELOADED = [
     "fault_processes",
     "fault_preload",
 ]
-_SQL = "agentevo.store.sql:SQLStore."
-_MONGODB = "agentevo.store.mongodb:MongoDBStore."
+_STORE = "agentevo.store.store:Store."
 PHASES = {
     "begin": ["agentevo.runs.orchestration.run:find_resume_point"],
     "replay": ["agentevo.runs.orchestration.run:TrainingRun._replay_step"],
@@ -63,10 +62,13 @@ PHASES = {
         "agentevo.inference.embedded.torch_engine:TorchEngine.generate",
         "agentevo.inference.serving.remote:RemoteEngine.generate",
     ],
-    "tasks added": [_SQL + "add_tasks", _MONGODB + "add_tasks"],
-    "lease": [_SQL + "lease_tasks", _MONGODB + "lease_tasks"],
-    "renew": [_SQL + "renew", _MONGODB + "renew"],
-    "attempts written": [_SQL + "write_trajectories", _MONGODB + "write_trajectories"],
+    "tasks added": [_STORE + "add_tasks"],
+    "lease": [
+        "agentevo.store.sql:SQLStore.lease_tasks",
+        "agentevo.store.mongodb:MongoDBStore.lease_tasks",
+    ],
+    "renew": [_STORE + "renew"],
+    "attempts written": [_STORE + "write_trajectories"],
 }
 """Phase -> the functions during which a process is in it. A process in no phase starts, waits or
 ends."""

@@ -34,9 +34,9 @@ from __future__ import annotations
 import sys
 import zlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -52,8 +52,6 @@ from agentevo.types import (
 from agentevo.types.penalties import Penalties
 from agentevo.types.routed_experts import RoutedExperts
 from agentevo.types.turn_columns import TURN_COLUMNS
-
-T = TypeVar("T")
 
 _VERSION = b"\x01"
 _LEVEL = 1
@@ -197,26 +195,20 @@ def unpack_turns(blob: bytes) -> list[Turn]:
     return turns
 
 
-def unpack_remote_turns(blob: bytes) -> list[RemoteTurn]:
-    """The turns of remote models. Raises StoreError for bytes that are not from pack_turns."""
-    return _unpack_extra(blob, 0, _REMOTE.decode) or []
-
-
-def unpack_files(blob: bytes) -> dict[str, bytes]:
-    """The stored files. Raises StoreError for bytes that are not from pack_turns."""
-    return _unpack_extra(blob, 1, _FILES.decode) or {}
-
-
-def unpack_texts(blob: bytes) -> dict[str, str]:
-    """The digests of named texts. Raises StoreError for bytes that are not from pack_turns."""
-    return _unpack_extra(blob, 2, _TEXTS.decode) or {}
-
-
-def _unpack_extra(blob: bytes, index: int, decode: Callable[[bytes], T]) -> T | None:
+def unpack_extras(blob: bytes) -> tuple[list[RemoteTurn], dict[str, bytes], dict[str, str]]:
+    """The turns of remote models, the stored files, and the digests of named texts. Raises
+    StoreError for bytes that are not from pack_turns."""
     try:
         _, _, *extra_parts = _parts(blob)
-        has_part = len(extra_parts) > index and extra_parts[index]
-        return decode(_unpack(extra_parts[index], MAX_PART_BYTES)) if has_part else None
+        remote, files, texts = (
+            _unpack(part, MAX_PART_BYTES) if part else b""
+            for part in [*extra_parts, b"", b"", b""][:3]
+        )
+        return (
+            _REMOTE.decode(remote) if remote else [],
+            _FILES.decode(files) if files else {},
+            _TEXTS.decode(texts) if texts else {},
+        )
     except _DECODE_ERRORS as error:
         raise _unreadable(error) from error
 

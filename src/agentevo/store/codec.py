@@ -22,9 +22,7 @@ from agentevo.errors import StoreError
 from agentevo.store.blobs import (
     pack_turns,
     to_bytes,
-    unpack_files,
-    unpack_remote_turns,
-    unpack_texts,
+    unpack_extras,
     unpack_turns,
 )
 from agentevo.store.damage_errors import readable
@@ -61,6 +59,9 @@ _UNSTORABLE = (
 )  # ValueError covers lone surrogates in text
 
 SUMMARY_COLUMNS = TrajectorySummary.__struct_fields__
+_TASK_PLACE = ("state", "fencing_id", "num_leases", "num_failures", "num_expiries", "error")
+_LEDGER = ("state", "trained_step", "drop_reason", "written_at")
+"""The columns of a task and of a trajectory that are its place in the ledger."""
 
 
 class EncodedTask(msgspec.Struct, frozen=True):
@@ -117,15 +118,10 @@ def encode_stored_task(stored: StoredTask) -> EncodedTask:
             "file or its source store was changed"
         )
 
-    ledger = {
-        "state": "queued" if stored.state == "leased" else stored.state,
-        "fencing_id": stored.fencing_id,
-        "num_leases": stored.num_leases,
-        "num_failures": stored.num_failures,
-        "num_expiries": stored.num_expiries,
-        "error": stored.error,
-        "history": encode_history(stored.history),
-    }
+    ledger = {name: getattr(stored, name) for name in _TASK_PLACE}
+    ledger["history"] = encode_history(stored.history)
+    if stored.state == "leased":
+        ledger["state"] = "queued"
     return msgspec.structs.replace(encoded, row=encoded.row | ledger)
 
 
@@ -142,14 +138,9 @@ def decode_task(row: Mapping[Any, Any]) -> StoredTask:
 
     return StoredTask(
         task=task,
-        state=row["state"],
-        fencing_id=row["fencing_id"],
-        num_leases=row["num_leases"],
-        num_failures=row["num_failures"],
-        num_expiries=row["num_expiries"],
-        error=row["error"],
         history=decode_history(row["history"]),
         digest=bytes(row["digest"]),
+        **{name: row[name] for name in _TASK_PLACE},
     )
 
 
@@ -231,8 +222,7 @@ def encode_trajectories(
 def encode_stored(stored: StoredTrajectory) -> EncodedTrajectory:
     """The row of an imported trajectory, with the columns of the ledger and of deleted turns."""
     (encoded,) = encode_trajectories([stored.trajectory], stored.split, stored.step)
-    columns = ("state", "trained_step", "drop_reason", "written_at")
-    row = encoded.row | {name: getattr(stored, name) for name in columns}
+    row = encoded.row | {name: getattr(stored, name) for name in _LEDGER}
     if not stored.tokens_deleted:
         if stored.digest not in (b"", encoded.digest):
             raise StoreError(
@@ -428,15 +418,19 @@ def _encode_turn(turn: Turn, position: int) -> dict[str, object]:
 @readable("trajectory")
 def decode_stored(row: Mapping[Any, Any], data: bytes | None) -> StoredTrajectory:
     metrics = _METRICS.decode(row["metrics"])
+    remote, files, texts = ([], {}, {}) if data is None else unpack_extras(data)
+    emptied = Emptied(
+        num_turns=row["num_turns"], num_completion_tokens=row["num_completion_tokens"]
+    )
     trajectory = Trajectory(
         id=row["id"],
         task_id=row["task_id"],
         group_id=row["group_id"],
         attempt=int(row["attempt"]),
         turns=[] if data is None else unpack_turns(data),
-        remote_turns=[] if data is None else unpack_remote_turns(data),
-        files={} if data is None else unpack_files(data),
-        texts={} if data is None else unpack_texts(data),
+        remote_turns=remote,
+        files=files,
+        texts=texts,
         reward=float(row["reward"]),
         reward_parts=_with_prefix(REWARD_PARTS, metrics),
         success=row["success"],
@@ -456,13 +450,10 @@ def decode_stored(row: Mapping[Any, Any], data: bytes | None) -> StoredTrajector
         trajectory=trajectory,
         split=cast(Split, row["split"]),
         step=row["step"],
-        state=row["state"],
-        trained_step=row["trained_step"],
-        drop_reason=row["drop_reason"],
-        written_at=row["written_at"],
         tokens_deleted=data is None,
-        emptied=_emptied_of(row) if data is None else None,
+        emptied=emptied if data is None else None,
         digest=bytes(row["digest"]),
+        **{name: row[name] for name in _LEDGER},
     )
 
 
@@ -472,13 +463,6 @@ def _with_prefix(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
         for name, value in metrics.items()
         if name.startswith(prefix)
     }
-
-
-def _emptied_of(row: Mapping[Any, Any]) -> Emptied:
-    return Emptied(
-        num_turns=row["num_turns"],
-        num_completion_tokens=row["num_completion_tokens"],
-    )
 
 
 @readable("trajectory")

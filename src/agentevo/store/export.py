@@ -30,8 +30,7 @@ from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.parsing import check_file
 from agentevo.runtime.progress import bar
 from agentevo.store.records import StepRecord, StoredTask, StoredTrajectory, TrajectoryFilter
-from agentevo.store.store import Store
-from agentevo.store.streams import PAGE
+from agentevo.store.store import PAGE, Store
 from agentevo.types import Call, Trajectory
 
 _JSON = msgspec.json.Encoder(enc_hook=lambda column: column.tolist())  # columns of turns

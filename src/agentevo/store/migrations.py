@@ -1,7 +1,7 @@
 """Migrations from one version of the schema to the next. All steps run in the transaction that
 opens the store, so either all of them take effect or none does. A step is plain SQL with the
 formats of its time. It never uses `tables.metadata`, which always has the newest schema. MongoDB
-has its own migrations (mongo_schema.py).
+has its own migrations (mongodb.py).
 """
 
 from __future__ import annotations

@@ -6,70 +6,245 @@ Only those have transactions, so all others are refused. Each call is one transa
 reads and majority writes. Only leasing changes each document by itself, atomically, so that workers
 don't block each other. Conflicts and lost connections are transient: the call is retried until its
 deadline. The server's clock times leases.
+
+    tasks, trajectories, calls   a document for a row of tables.py, `_id` being its id
+    tokens                       {_id: id of the trajectory, data}
+    steps                        {_id: step, step, record, num_trajectories, committed_at}
+    meta                         {_id: "schema", version}, {_id: "trainer", turn}, and
+                                 {_id: "tasks", "trajectories" or "calls", seq}
+
+A transaction sees a snapshot. If it writes a document that another transaction has changed since
+then, it is retried. If it only reads such a document, it is not retried. So all transactions of a
+trainer, and those that need the store alone, write `meta.trainer` and run one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-import msgspec
-
-from agentevo.errors import MissingExtraError, UnusableStoreError
+from agentevo.errors import MissingExtraError, NoStoreError, UnusableStoreError
 from agentevo.runtime.credentials import without_password
 from agentevo.runtime.event_loop import in_thread
-from agentevo.store import rules
-from agentevo.store.clock import CLOCK_TOLERANCE_S, Clock, Now
-from agentevo.store.codec import (
-    decode_history,
-    decode_lease,
-    encode_history,
-    encode_record,
-    encode_step,
-    encode_stored,
-    encode_stored_task,
-    encode_task,
-    encode_trajectories,
+from agentevo.store.clock import CLOCK_TOLERANCE_S, Now
+from agentevo.store.codec import decode_lease
+from agentevo.store.records import Lease
+from agentevo.store.rows import Condition, Operator, Row, Rows, expire_lease
+from agentevo.store.store import (
+    AWAY_S,
+    TABLES,
+    Piece,
+    Role,
+    Store,
+    StoreOptions,
+    T,
+    Work,
+    older_schema,
+    stores,
 )
-from agentevo.store.mongo_calls import MongoCalls
-from agentevo.store.mongo_queries import Document, row_of
-from agentevo.store.mongo_rows import NO_LEASE, MongoRows
-from agentevo.store.mongo_schema import check_or_make
-from agentevo.store.records import (
-    RETRIES,
-    Lease,
-    RetryPolicy,
-    Split,
-    StepRecord,
-    StoredTask,
-    StoredTrajectory,
-    TaskState,
-    TrajectoryFilter,
-    TrajectorySummary,
-    checked_filters,
-)
-from agentevo.store.store import AWAY_S, NONE_DROPPED, stores
-from agentevo.types import Call, Task, Trajectory
 
 if TYPE_CHECKING:
     from pymongo import AsyncMongoClient
 
+Document = dict[str, Any]
 
-class MongoDBStore(MongoCalls):
+_OPERATORS: dict[Operator, str] = {
+    "=": "$eq",
+    "!=": "$ne",
+    "<": "$lt",
+    "<=": "$lte",
+    ">": "$gt",
+    ">=": "$gte",
+    "in": "$in",
+}
+SCHEMA_VERSION = 2
+"""The version of the documents in this module."""
+
+INDEXES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "tasks": (
+        ("seq",),
+        ("state", "seq"),
+        ("state", "not_before", "seq"),
+        ("state", "lease_expires_at"),
+        ("state", "lease_started_at"),
+    ),
+    "trajectories": (
+        ("seq",),
+        *(
+            (name, "seq")
+            for name in ("step", "trained_step", "split", "state", "status", "task_id", "group_id")
+        ),
+        ("state", "split", "seq"),
+    ),
+}
+CALL_INDEXES: tuple[tuple[str, ...], ...] = (("seq",), ("trajectory_id", "seq"), ("seen_at",))
+_NAMESPACE_EXISTS = 48
+
+_NUMBERED = ("tasks", "trajectories", "calls")
+_CALL_FACTS = ("trajectory_id", "parent", "kind", "name", "started_at")
+"""What does not change in a call."""
+_PAUSE_S = 0.01
+_LABELS = ("TransientTransactionError", "UnknownTransactionCommitResult")
+_DUPLICATE_KEY = 11000
+
+
+def _field(table: str, column: str) -> str:
+    return "_id" if column == ("step" if table == "steps" else "id") else column
+
+
+def _filter(table: str, where: Sequence[Condition]) -> Document:
+    query: Document = {}
+    for column, sign, value in where:
+        if sign == "outside":
+            query["$or"] = [{column: {"$lt": value[0]}}, {column: {"$gt": value[1]}}]
+        else:
+            match = {"$regex": f"^{value}"} if sign == "starts" else {_OPERATORS[sign]: value}
+            query.setdefault(_field(table, column), {}).update(match)
+
+    return query
+
+
+def _row(document: Mapping[str, Any]) -> Document:
+    return {**document, "id": document["_id"]}
+
+
+class MongoRows(Rows):
+    tokens_key = "id"
+    trajectory_key = "id"
+
+    def __init__(self, store: MongoDBStore, session: Any) -> None:
+        self._store = store
+        self._session = session
+
+    def _collection(self, table: str) -> Any:
+        return self._store._database[table]
+
+    async def now(self) -> Now:
+        return await self._store._read_clock()
+
+    async def find(
+        self,
+        table: str,
+        columns: Sequence[str] = (),
+        where: Sequence[Condition] = (),
+        *,
+        order: str | None = None,
+        descending: bool = False,
+        limit: int | None = None,
+        lock: bool = False,
+    ) -> Sequence[Row]:
+        """`lock` needs no action: the transaction writes the document and is retried then."""
+        if limit == 0:  # MongoDB's value for no limit
+            return []
+
+        fields = [_field(table, column) for column in columns] or None
+        cursor = self._collection(table).find(_filter(table, where), fields, session=self._session)
+        if order is not None:
+            cursor = cursor.sort(_field(table, order), -1 if descending else 1)
+        documents = await cursor.limit(limit or 0).to_list()
+        if table == "steps":
+            return [document | {"step": document["_id"]} for document in documents]
+        return [_row(document) for document in documents]
+
+    async def insert(self, table: str, rows: Sequence[Row]) -> None:
+        if not rows:
+            return
+
+        first = await self._store._reserve_numbers(table, len(rows)) if table in _NUMBERED else 0
+        documents = []
+        for index, row in enumerate(rows):
+            document = {_field(table, column): value for column, value in row.items()}
+            if table in _NUMBERED:
+                document["seq"] = first + index
+            elif table == "steps":
+                document["step"] = row["step"]
+            documents.append(document)
+
+        await self._collection(table).insert_many(documents, session=self._session)
+
+    async def update(
+        self,
+        table: str,
+        where: Sequence[Condition],
+        values: Row,
+        increments: Sequence[str] = (),
+    ) -> int:
+        changes: Document = {"$set": dict(values)}
+        if increments:
+            changes["$inc"] = dict.fromkeys(increments, 1)
+        result = await self._collection(table).update_many(
+            _filter(table, where), changes, session=self._session
+        )
+        return int(result.modified_count)
+
+    async def delete(self, table: str, where: Sequence[Condition] = ()) -> int:
+        result = await self._collection(table).delete_many(
+            _filter(table, where), session=self._session
+        )
+        return int(result.deleted_count)
+
+    async def count(
+        self, table: str, where: Sequence[Condition] = (), *, distinct: str | None = None
+    ) -> int:
+        if distinct is not None:
+            return len({row[distinct] for row in await self.find(table, [distinct], where)})
+        query = _filter(table, where)
+        return int(await self._collection(table).count_documents(query, session=self._session))
+
+    async def count_by(
+        self, table: str, columns: Sequence[str], total: str | None = None
+    ) -> list[tuple[tuple[str, ...], int, int]]:
+        group = {
+            "_id": {column: f"${column}" for column in columns},
+            "number": {"$sum": 1},
+            "total": {"$sum": 0 if total is None else f"${total}"},
+        }
+        cursor = await self._collection(table).aggregate([{"$group": group}], session=self._session)
+        return [
+            (tuple(d["_id"][column] for column in columns), d["number"], d["total"])
+            for d in await cursor.to_list()
+        ]
+
+    async def write_calls(self, rows: Sequence[Row]) -> None:
+        from pymongo import UpdateOne
+
+        first = await self._store._reserve_numbers("calls", len(rows))
+        updates: list[Any] = []
+        for index, row in enumerate(rows):
+            new = {"seq": first + index} | {name: row[name] for name in _CALL_FACTS}
+            changing = {name: row[name] for name in row if name != "id" and name not in new}
+            change = {"$setOnInsert": new, "$set": changing}
+            updates.append(UpdateOne({"_id": row["id"]}, change, upsert=True))
+
+        await self._collection("calls").bulk_write(updates, ordered=True, session=self._session)
+
+    async def take_turn(self) -> None:
+        """Orders transactions: if two of them take a turn at the same time, one of them starts
+        again."""
+        await self._collection("meta").update_one(
+            {"_id": "trainer"}, {"$inc": {"turn": 1}}, upsert=True, session=self._session
+        )
+
+
+class MongoDBStore(Store):
     """`Store` describes the guarantees of the methods. `MongoDBStore.open` and `open_store` create
     a store object."""
 
+    def __init__(
+        self, client: AsyncMongoClient[Document], name: str, **options: Unpack[StoreOptions]
+    ) -> None:
+        """`options` are those of `Store`."""
+        from pymongo.errors import PyMongoError
+
+        super().__init__(f"mongodb {name}", **options)
+        self._errors = (PyMongoError,)
+        self._client = client
+        self._database = client[name]
+
     @classmethod
-    async def open(
-        cls,
-        url: str,
-        *,
-        timeout_s: float = 60.0,
-        create: bool = True,
-        retries: RetryPolicy = RETRIES,
-        clock: Clock | None = None,
-        read_only: bool = False,
-    ) -> Self:
+    async def open(cls, url: str, *, create: bool = True, **options: Unpack[StoreOptions]) -> Self:
         """Opens a database. Creates the collections and indexes if needed, unless `create` is
         false. Raises StoreError for a server without transactions and for a database with other
         content, which stays unchanged.
@@ -91,7 +266,9 @@ class MongoDBStore(MongoCalls):
                 )
 
             client: AsyncMongoClient[Document] = AsyncMongoClient(
-                url, serverSelectionTimeoutMS=int(400 * min(timeout_s, AWAY_S)), w="majority"
+                url,
+                serverSelectionTimeoutMS=int(400 * min(options.get("timeout_s", AWAY_S), AWAY_S)),
+                w="majority",
             )
         except (PyMongoError, ValueError) as error:
             # pymongo's message may contain a part of the password, if the URL was split at the
@@ -102,14 +279,10 @@ class MongoDBStore(MongoCalls):
                 "mongodb://HOST/DATABASE, with a password as ${env:NAME}"
             ) from None
 
-        store = cls(
-            client, name, timeout_s=timeout_s, retries=retries, clock=clock, read_only=read_only
-        )
+        store = cls(client, name, **options)
         try:
             async with store._deadline("open"):
-                await check_or_make(
-                    client, store._database, store.where, create=create, read_only=read_only
-                )
+                await _check_or_make(store, create=create)
         except BaseException:
             await client.close()
             raise
@@ -121,24 +294,9 @@ class MongoDBStore(MongoCalls):
         async with self._deadline("close"):
             await self._client.close()
 
-    async def add_tasks(self, tasks: Iterable[Task], *, queue: bool = True) -> int:
-        encoded = [encode_task(task) for task in tasks]
-        first = await self._reserve_numbers("tasks", len(encoded))
-        return await self._run(
-            "add_tasks", lambda rows: rows.insert_tasks(encoded, first, queue=queue)
-        )
-
-    async def _numbered_task(self, task_id: str) -> tuple[int, StoredTask]:
-        return await self._run("task", lambda rows: rows.read_task(task_id))
-
-    async def _task_page(
-        self, state: TaskState | None, *, after: int, limit: int
-    ) -> list[tuple[int, StoredTask]]:
-        return await self._run(
-            "tasks", lambda rows: rows.read_tasks(state, after=after, limit=limit)
-        )
-
     async def lease_tasks(self, worker: str, *, lease_s: float, limit: int) -> list[Lease]:
+        self._check_writable("lease_tasks")
+
         async def work() -> list[Lease]:
             now = await self._read_clock()
             leases: list[Lease] = []
@@ -160,22 +318,14 @@ class MongoDBStore(MongoCalls):
         while (
             document := await tasks.find_one(ran_out, sort=[("lease_expires_at", 1)])
         ) is not None:
-            event = rules.expired_event(document["worker"], document["fencing_id"], now.wall)
-            count = document["num_expiries"] + 1
-            expiry_values = {
-                "num_expiries": count,
-                "history": encode_history([*decode_history(document["history"]), event]),
-            }
+            changes = expire_lease(document, now.wall, self._retries)
             same = {"_id": document["_id"], "fencing_id": document["fencing_id"], **ran_out}
-            if rules.after_expiry(count, self._retries) == "poison":
-                error = f"its leases ran out {count} times: {event.error}"
-                await tasks.update_one(
-                    same, {"$set": NO_LEASE | expiry_values | {"state": "poison", "error": error}}
-                )
+            if changes["state"] == "poison":
+                await tasks.update_one(same, {"$set": changes})
             elif (
-                await tasks.update_one(same, {"$set": taken | expiry_values, **increments})
+                await tasks.update_one(same, {"$set": taken | changes, **increments})
             ).modified_count:
-                return decode_lease(row_of(document), worker, now=now.steady, lease_s=lease_s)
+                return decode_lease(_row(document), worker, now=now.steady, lease_s=lease_s)
 
         for where, order in (
             (
@@ -188,7 +338,7 @@ class MongoDBStore(MongoCalls):
                 where, {"$set": taken, **increments}, sort=order
             )
             if document is not None:
-                return decode_lease(row_of(document), worker, now=now.steady, lease_s=lease_s)
+                return decode_lease(_row(document), worker, now=now.steady, lease_s=lease_s)
 
         return None
 
@@ -211,197 +361,173 @@ class MongoDBStore(MongoCalls):
             {"state": "queued", "not_before": {"$gt": longest}}, {"$set": {"not_before": longest}}
         )
 
-    async def renew(self, lease: Lease, *, lease_s: float | None = None) -> Lease:
-        length = lease.lease_s if lease_s is None else lease_s
-        now = await self._now()
-        expires_at = await self._run(
-            "renew", lambda rows: rows.renew(lease, now=now, lease_s=length)
-        )
-        return msgspec.structs.replace(lease, lease_s=length, expires_at=expires_at)
-
-    async def complete_task(self, lease: Lease) -> None:
-        now = await self._now()
-        await self._run("complete_task", lambda rows: rows.finish(lease, error=None, now=now))
-
-    async def fail_task(self, lease: Lease, error: str) -> None:
-        now = await self._now()
-        await self._run("fail_task", lambda rows: rows.finish(lease, error=error, now=now))
-
-    async def retry_task(self, lease: Lease, error: str) -> TaskState:
-        now = await self._now()
-        return await self._run(
-            "retry_task", lambda rows: rows.retry(lease, error, now=now, retries=self._retries)
-        )
-
-    async def return_task(self, lease: Lease) -> None:
-        await self._run("return_task", lambda rows: rows.give_back(lease))
-
-    async def queue_again(self) -> int:
-        return await self._run("queue_again", lambda rows: rows.queue_again())
-
-    async def write_trajectories(
-        self,
-        trajectories: Iterable[Trajectory],
-        *,
-        split: Split,
-        step: int,
-        lease: Lease | None = None,
-    ) -> int:
-        encoded = await in_thread(encode_trajectories, list(trajectories), split, step)
-        first = await self._reserve_numbers("trajectories", len(encoded))
-        now = await self._now()
-
-        async def work(rows: MongoRows) -> int:
-            if lease is not None:
-                await rows.finish(lease, error=None, now=now)
-            return await rows.insert_trajectories(encoded, first, now.wall)
-
-        return await self._run("write_trajectories", work)
-
-    async def reserve(self, ids: Iterable[str], step: int) -> int:
-        names = list(ids)
-        return await self._run("reserve", lambda rows: rows.reserve(names, step), turn=True)
-
-    async def commit_step(
-        self,
-        step: int,
-        record: dict[str, Any],
-        *,
-        ids: Iterable[str] | None = None,
-        dropped: Mapping[str, Sequence[str]] = NONE_DROPPED,
-    ) -> int:
-        text = encode_record(step, record)
-        names = None if ids is None else list(ids)
-        now = await self._now()
-        return await self._run(
-            "commit_step",
-            lambda rows: rows.commit_step(step, text, ids=names, dropped=dropped, now=now.wall),
-            turn=True,
-        )
-
-    async def release(self, step: int | None = None) -> int:
-        return await self._run("release", lambda rows: rows.release(step), turn=True)
-
-    async def drop(self, ids: Iterable[str], reason: str) -> int:
-        names = list(ids)
-        return await self._run("drop", lambda rows: rows.drop(names, reason), turn=True)
-
-    async def rewind(self, step: int, *, keep: bool = False) -> int:
-        return await self._run("rewind", lambda rows: rows.rewind(step, keep=keep), turn=True)
-
-    async def _newest_seq(self) -> int:
-        return await self._run("trajectories", lambda rows: rows.newest_seq())
-
-    async def _page(
-        self,
-        properties: Mapping[str, object],
-        *,
-        seqs: range | None,
-        limit: int,
-        newest_first: bool,
-    ) -> list[tuple[int, StoredTrajectory]]:
-        return await self._run(
-            "trajectories",
-            lambda rows: rows.read_page(
-                properties, seqs=seqs, limit=limit, newest_first=newest_first
-            ),
-        )
-
-    async def summaries(self, **filters: Unpack[TrajectoryFilter]) -> list[TrajectorySummary]:
-        properties, limit, newest = checked_filters(filters)
-        return await self._run(
-            "summaries",
-            lambda rows: rows.read_summaries(properties, limit=limit, newest_first=newest),
-        )
-
-    async def written_summaries(
-        self, seqs: range, *, limit: int
-    ) -> list[tuple[int, TrajectorySummary]]:
-        return await self._run(
-            "summaries", lambda rows: rows.read_numbered_summaries(seqs, limit=limit)
-        )
-
-    async def ready_groups(self, split: Split, *, size: int, limit: int) -> list[str]:
-        rules.check_group(split, size, limit)
-        return await self._run(
-            "ready_groups", lambda rows: rows.ready_groups(split, size=size, limit=limit)
-        )
-
-    async def outstanding(self, split: Split) -> int:
-        rules.check_split(split)
-        return await self._run("outstanding", lambda rows: rows.outstanding(split))
-
-    async def steps(
-        self, *, after: int | None = None, limit: int | None = None
-    ) -> list[StepRecord]:
-        return await self._run("steps", lambda rows: rows.read_steps(after=after, limit=limit))
-
-    async def last_step(self) -> StepRecord | None:
-        return next(
-            iter(await self._run("last_step", lambda rows: rows.read_steps(last_only=True))), None
-        )
-
-    async def counts(self) -> dict[str, int]:
-        return await self._run("counts", lambda rows: rows.count())
-
     async def size_bytes(self) -> int:
         statistics = await self._retry("size_bytes", lambda: self._database.command("dbStats"))
         return int(statistics["storageSize"]) + int(statistics.get("indexSize", 0))
 
-    async def put(
-        self,
-        *,
-        tasks: Iterable[StoredTask] = (),
-        trajectories: Iterable[StoredTrajectory] = (),
-        steps: Iterable[StepRecord] = (),
-        calls: Iterable[Call] = (),
-    ) -> int:
-        encoded_tasks = [encode_stored_task(stored) for stored in tasks]
-        encoded = await in_thread(lambda: [encode_stored(stored) for stored in trajectories])
-        new_steps = [encode_step(step) for step in steps]
-        first_task = await self._reserve_numbers("tasks", len(encoded_tasks))
-        first = await self._reserve_numbers("trajectories", len(encoded))
+    async def _vacuum(self) -> None:
+        """The server keeps the space of deleted documents for new ones."""
 
-        async def work(rows: MongoRows) -> int:
-            new = await rows.insert_tasks(encoded_tasks, first_task) if encoded_tasks else 0
-            new += await rows.insert_trajectories(encoded, first, 0.0) if encoded else 0
-            return new + (await rows.insert_steps(new_steps) if new_steps else 0)
+    async def _transact(self, work: Work[T], role: Role) -> T:
+        from pymongo.read_concern import ReadConcern
 
-        return await self._run("put", work, turn=True) + await self._put_calls(calls)
+        async with (
+            self._client.start_session() as session,
+            await session.start_transaction(read_concern=ReadConcern("snapshot")),
+        ):
+            rows = MongoRows(self, session)
+            if role in ("trainer", "alone"):
+                await rows.take_turn()
+            return await work(rows)
 
-    async def gc(self, *, dropped: bool = False, lease_grace_s: float = 3600.0) -> dict[str, int]:
-        """The server keeps the space of deleted documents for new ones. `bytes` is the reduction of
-        its files, if any."""
-        before = await self.size_bytes()
-        now = await self._now()
-        async with self._deadline("gc"):
-            done = {
-                "leases": await self._run(
-                    "gc", lambda rows: rows.requeue_old(now.steady - lease_grace_s), turn=True
-                ),
-                "orphans": await self._delete_in_pieces(MongoRows.delete_orphans, turn=False),
-                "tokens": await self._delete_in_pieces(MongoRows.delete_dropped_tokens, turn=True)
-                if dropped
-                else 0,
-                "calls": await self._delete_calls(grace_s=lease_grace_s, dropped=dropped),
-            }
+    async def _run_pieces(self, what: str, pieces: Mapping[str, Piece]) -> dict[str, int]:
+        """Runs many transactions, because a transaction has a limited lifetime."""
+        done = dict.fromkeys(pieces, 0)
+        async with self._deadline(what):
+            for name, piece in pieces.items():
+                after = None
+                while True:
+                    work = partial(piece, after=after)
+                    number, after = await self._run(what, work, "alone")
+                    done[name] += number
+                    if after is None:
+                        break
+                    await asyncio.sleep(_PAUSE_S)  # lets a trainer have its turn
 
-        return done | {"bytes": before - await self.size_bytes()}
+        return done
+
+    def _is_unreachable(self, error: BaseException) -> bool:
+        from pymongo.errors import ConnectionFailure
+
+        return isinstance(error, ConnectionFailure)
+
+    def _is_transient(self, error: BaseException) -> bool:
+        from pymongo.errors import AutoReconnect, BulkWriteError, DuplicateKeyError, PyMongoError
+
+        is_clash = isinstance(error, DuplicateKeyError) or (
+            isinstance(error, BulkWriteError)
+            and any(
+                write_error.get("code") == _DUPLICATE_KEY
+                for write_error in (error.details or {}).get("writeErrors", [])
+            )
+        )
+        is_lost = isinstance(error, AutoReconnect) and self._is_open
+        is_labelled = isinstance(error, PyMongoError) and any(map(error.has_error_label, _LABELS))
+        return is_clash or is_lost or is_labelled
+
+    async def _read_clock(self) -> Now:
+        if self._clock is not None:
+            return self._clock.now()
+        seconds = (await self._client.admin.command("hello"))["localTime"].timestamp()
+        return Now(seconds, seconds)
+
+    async def _reserve_numbers(self, table: str, count: int) -> int:
+        """The first of `count` numbers for new rows. No other caller gets these numbers. It runs
+        outside transactions: a gap in the numbers does no harm, but waiting would."""
+        document = await self._database["meta"].find_one_and_update(
+            {"_id": table}, {"$inc": {"seq": count}}
+        )
+        return int(document["seq"]) + 1 if document else 1
 
     async def clear(self) -> int:
         """Runs outside of transactions, because a large store takes longer than a transaction may
         last. Tokens are deleted first, so `counts` shows trajectories until nothing is left."""
-        deleted = 0
+        self._check_writable("clear")
+        deleted = dict.fromkeys(TABLES, 0)
 
         async def work() -> int:
-            nonlocal deleted
-            await self._database["calls"].delete_many({})
-            await self._database["tokens"].delete_many({})
-            for name in ("trajectories", "tasks", "steps"):
-                deleted += (await self._database[name].delete_many({})).deleted_count
-            return deleted
+            for table in TABLES:
+                deleted[table] += (await self._database[table].delete_many({})).deleted_count
+            return deleted["trajectories"] + deleted["tasks"] + deleted["steps"]
 
         return await self._retry("clear", work)
+
+
+async def _check_or_make(store: MongoDBStore, *, create: bool) -> None:
+    """Ensures that the database holds a store of this version. Every step may be repeated, and
+    several processes may run it at once. Raises StoreError, and changes nothing, for a server
+    without transactions, a newer version, other content, an empty database unless `create` is true,
+    and an older version if the store is read only."""
+    from pymongo.errors import OperationFailure
+
+    database = store._database
+    where = store.where
+    hello = await store._client.admin.command("hello")
+    if "setName" not in hello and hello.get("msg") != "isdbgrid":
+        raise UnusableStoreError(
+            f"store {where}: this server has no transactions, which a store needs to be "
+            f"exactly-once: start mongod with "
+            "--replSet rs0 and call rs.initiate() once (a single member is enough), or use "
+            "PostgreSQL"
+        )
+
+    schema = await database["meta"].find_one({"_id": "schema"})
+    if schema is not None:
+        if schema["version"] > SCHEMA_VERSION:
+            raise UnusableStoreError(
+                f"store {where}: its schema {schema['version']} is of a newer AgentEvo, this one "
+                f"supports up to {SCHEMA_VERSION}: upgrade "
+                "with pip install -U agentevo; it was left as it is"
+            )
+
+        if store._read_only and schema["version"] < SCHEMA_VERSION:
+            raise older_schema(where, schema["version"])
+
+        if schema["version"] < SCHEMA_VERSION:
+            await _make_calls(database)
+            await database["meta"].update_one(
+                {"_id": "schema", "version": 1}, {"$set": {"version": SCHEMA_VERSION}}
+            )
+
+        return
+
+    await _refuse_foreign(database, where)
+    if not create:
+        raise NoStoreError(f"store {where}: this database has no store: check the URL")
+
+    for name, indexes in INDEXES.items():
+        for columns in indexes:
+            await database[name].create_index([(column, 1) for column in columns])
+
+    for name in ("tokens", "steps"):
+        try:
+            await database.create_collection(name, check_exists=False)
+        except OperationFailure as error:
+            if error.code != _NAMESPACE_EXISTS:
+                raise
+
+    for name in ("trainer", "tasks", "trajectories"):
+        await _make_counter(database, name)
+
+    await _make_calls(database)
+    await database["meta"].update_one(
+        {"_id": "schema"}, {"$setOnInsert": {"version": SCHEMA_VERSION}}, upsert=True
+    )
+
+
+async def _refuse_foreign(database: Any, where: str) -> None:
+    """Raises StoreError if a collection has one of our names and is not empty. (If another process
+    is creating a store now, its collections are still empty.)"""
+    own_collections = {"tasks", "trajectories", "tokens", "steps", "calls"}
+    for name in sorted(own_collections & set(await database.list_collection_names())):
+        if await database[name].find_one({}) is not None:
+            raise UnusableStoreError(
+                f"store {where}: the database holds a collection {name!r} that is not "
+                f"AgentEvo's: give another name"
+            )
+
+
+async def _make_counter(database: Any, name: str) -> None:
+    await database["meta"].update_one(
+        {"_id": name}, {"$setOnInsert": {"seq": 0, "turn": 0}}, upsert=True
+    )
+
+
+async def _make_calls(database: Any) -> None:
+    """Creates the parts of version 2 that version 1 lacks. It may be repeated."""
+    for columns in CALL_INDEXES:
+        await database["calls"].create_index([(column, 1) for column in columns])
+    await _make_counter(database, "calls")
 
 
 stores.register("mongodb")(MongoDBStore.open)

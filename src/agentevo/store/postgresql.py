@@ -18,12 +18,8 @@ clients wait while the server restarts. The server's configuration decides how d
 
 from __future__ import annotations
 
-import asyncio
 import re
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from sqlalchemy import text
 from sqlalchemy.engine import URL, make_url
@@ -34,20 +30,16 @@ from agentevo.errors import NoStoreError, UnusableStoreError
 from agentevo.runtime.credentials import without_password
 from agentevo.runtime.extras import load_extra
 from agentevo.runtime.progress import bar
-from agentevo.store.clock import Clock, Now
+from agentevo.store.clock import Now
 from agentevo.store.migrations import migrations
-from agentevo.store.read_only import older_schema, only_read
-from agentevo.store.records import RETRIES, RetryPolicy
-from agentevo.store.sql import Lock, SQLStore, T, Work
-from agentevo.store.store import AWAY_S, stores
+from agentevo.store.sql import SQLRows, SQLStore
+from agentevo.store.store import TABLES, Role, StoreOptions, T, Work, older_schema, stores
 from agentevo.store.tables import SCHEMA_VERSION, metadata
 
 DEFAULT_SCHEMA = "agentevo"
 POOL_SIZE = 8
 """The maximum number of connections of a store object."""
 
-_PAUSE_S = 0.05
-"""The time between two tries, in seconds."""
 _TRANSIENT_STATES = ("08", "40001", "40P01", "23505", "53300", "57P0")
 """The beginnings of SQLSTATEs for transient errors: lost connections, serialization, deadlock, a
 clash of inserts, too many clients, a server that stops."""
@@ -63,60 +55,37 @@ _KEEPALIVES = {
 """Keepalive settings of the server. If a client's machine or network fails, the client loses its
 session and locks after 35 seconds. The settings have no effect on a unix socket."""
 _OPTIONS = ("host", "port", "ssl", "sslmode")
-_TABLES = ("tasks", "trajectories", "tokens", "steps", "calls")
 
 
 class PostgreSQLStore(SQLStore):
     """`Store` describes the guarantees of the methods. `PostgreSQLStore.open` and `open_store`
     create a store object."""
 
-    def __init__(
-        self,
-        url: URL,
-        schema: str,
-        *,
-        timeout_s: float,
-        retries: RetryPolicy,
-        clock: Clock | None,
-        read_only: bool = False,
-    ) -> None:
-        away_s = min(timeout_s, AWAY_S)
+    def __init__(self, url: URL, schema: str, **options: Unpack[StoreOptions]) -> None:
+        """`options` are those of `Store`."""
+        super().__init__(url.render_as_string(), **options)
+        self.schema = schema
+        timeout_s = self._timeout_s
         settings = {
             "search_path": schema,
-            "lock_timeout": str(int(900 * away_s)),
+            "lock_timeout": str(int(900 * self._away_s)),
             "statement_timeout": str(
                 int(900 * timeout_s)
             ),  # in milliseconds, a little less than the time that the caller waits
             "idle_in_transaction_session_timeout": str(int(2000 * timeout_s)),
             "application_name": "agentevo",
             **_KEEPALIVES,
-        } | ({"default_transaction_read_only": "on"} if read_only else {})
-        engine = create_async_engine(
+        } | ({"default_transaction_read_only": "on"} if self._read_only else {})
+        self._engine = create_async_engine(
             url.set(drivername="postgresql+asyncpg"),
-            connect_args={"server_settings": settings, "timeout": away_s},
+            connect_args={"server_settings": settings, "timeout": self._away_s},
             pool_size=POOL_SIZE,
             max_overflow=0,
             pool_timeout=timeout_s,
         )
 
-        super().__init__(url.render_as_string(), timeout_s=timeout_s, retries=retries)
-        self._engine = engine
-        self._clock = clock
-        self.schema = schema
-        self._read_only = read_only
-        self._is_open = False
-
     @classmethod
-    async def open(
-        cls,
-        url: str,
-        *,
-        timeout_s: float = 60.0,
-        create: bool = True,
-        retries: RetryPolicy = RETRIES,
-        clock: Clock | None = None,
-        read_only: bool = False,
-    ) -> Self:
+    async def open(cls, url: str, *, create: bool = True, **options: Unpack[StoreOptions]) -> Self:
         """Opens a schema of an existing database. Creates the schema and tables if needed, unless
         `create` is false. Raises StoreError for a schema with other tables, or with the tables of a
         newer AgentEvo, and leaves the schema unchanged. `read_only`: every transaction is read only
@@ -125,22 +94,12 @@ class PostgreSQLStore(SQLStore):
         address, schema = _parse(url)
         load_extra("asyncpg", "postgresql", f"the store {address.render_as_string()}")
 
-        store = cls(
-            address,
-            schema,
-            timeout_s=timeout_s,
-            retries=retries,
-            clock=clock,
-            read_only=read_only,
-        )
+        store = cls(address, schema, **options)
         try:
             await store._run(
                 "open",
-                lambda connection: _check_or_make_schema(
-                    connection, store, create=create, read_only=read_only
-                ),
-                write=not read_only,
-                lock="alone",
+                lambda rows: _check_or_make_schema(rows.connection, store, create=create),
+                "reader" if store._read_only else "alone",
             )
         except BaseException:
             await store._engine.dispose()
@@ -153,43 +112,21 @@ class PostgreSQLStore(SQLStore):
         async with self._deadline("close"):
             await self._engine.dispose()
 
-    async def _run(
-        self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker"
-    ) -> T:
-        """Runs a transaction, and repeats it while its errors are transient. A transaction takes
-        effect completely or not at all, so a retry is safe."""
-        if write and self._read_only:
-            raise only_read(self.where, what)
-
-        first_error_at: float | None = None
-        async with self._deadline(what) as retried_errors:
-            while True:
-                try:
-                    async with self._transaction(write=write, lock=lock) as connection:
-                        return await work(connection)
-                except (DBAPIError, OSError) as error:
-                    now = time.monotonic()
-                    first_error_at = now if first_error_at is None else first_error_at
-                    if not self._is_transient(error) or now - first_error_at > self._away_s:
-                        raise
-                    retried_errors[:] = [error]
-
-                await asyncio.sleep(_PAUSE_S)
-
-    @asynccontextmanager
-    async def _transaction(self, *, write: bool, lock: Lock) -> AsyncIterator[AsyncConnection]:
+    async def _transact(self, work: Work[T], role: Role) -> T:
         options: dict[str, Any] = (
-            {} if write else {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+            {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+            if role == "reader"
+            else {}
         )
         async with self._engine.execution_options(**options).begin() as connection:
-            if write:
-                await self._lock(connection, lock)
-            yield connection
+            if role != "reader":
+                await self._lock(connection, role)
+            return await work(SQLRows(connection, self._now))
 
-    async def _lock(self, connection: AsyncConnection, lock: Lock) -> None:
-        function = "pg_advisory_xact_lock" if lock == "alone" else "pg_advisory_xact_lock_shared"
+    async def _lock(self, connection: AsyncConnection, role: Role) -> None:
+        function = "pg_advisory_xact_lock" if role == "alone" else "pg_advisory_xact_lock_shared"
         statement = f"SELECT {function}(hashtext('agentevo'), hashtext(:schema))"
-        if lock == "trainer":
+        if role == "trainer":
             statement += ", pg_advisory_xact_lock(hashtext('agentevo trainer'), hashtext(:schema))"
         await connection.execute(text(statement), {"schema": self.schema})
 
@@ -216,26 +153,26 @@ class PostgreSQLStore(SQLStore):
         )
 
     def _is_transient(self, error: BaseException) -> bool:
-        """Whether the same call may succeed soon."""
-        if not isinstance(error, DBAPIError):  # no connection was possible
+        if isinstance(error, OSError):  # no connection was possible
             return self._is_open
+        if not isinstance(error, DBAPIError):
+            return False
         is_lost = error.connection_invalidated or isinstance(error, InterfaceError)
         is_lost = is_lost or _is_client_broken(error)
         return _sqlstate(error).startswith(_TRANSIENT_STATES) or (is_lost and self._is_open)
 
     async def size_bytes(self) -> int:
-        sizes = ", ".join(f"pg_total_relation_size('{name}')::bigint" for name in _TABLES)
+        sizes = ", ".join(f"pg_total_relation_size('{name}')::bigint" for name in TABLES)
 
-        async def work(connection: AsyncConnection) -> int:
-            return int(sum((await connection.execute(text(f"SELECT {sizes}"))).one()))
+        async def work(rows: SQLRows) -> int:
+            return int(sum((await rows.connection.execute(text(f"SELECT {sizes}"))).one()))
 
         return await self._run("size_bytes", work)
 
     async def _vacuum(self) -> None:
-        async with self._engine.execution_options(
-            isolation_level="AUTOCOMMIT"
-        ).connect() as connection:
-            await connection.execute(text(f"VACUUM (ANALYZE) {', '.join(_TABLES)}"))
+        engine = self._engine.execution_options(isolation_level="AUTOCOMMIT")
+        async with self._deadline("gc"), engine.connect() as connection:
+            await connection.execute(text(f"VACUUM (ANALYZE) {', '.join(TABLES)}"))
 
 
 def _is_client_broken(error: DBAPIError) -> bool:
@@ -297,7 +234,7 @@ def _sqlstate(error: BaseException) -> str:
 
 
 async def _check_or_make_schema(
-    connection: AsyncConnection, store: PostgreSQLStore, *, create: bool, read_only: bool
+    connection: AsyncConnection, store: PostgreSQLStore, *, create: bool
 ) -> None:
     query = "SELECT tablename FROM pg_tables WHERE schemaname = :schema"
     table_names = set((await connection.execute(text(query), {"schema": store.schema})).scalars())
@@ -311,7 +248,7 @@ async def _check_or_make_schema(
             )
 
         where = f"{store.where}: the schema {store.schema!r}"
-        if read_only and version < SCHEMA_VERSION:
+        if store._read_only and version < SCHEMA_VERSION:
             raise older_schema(store.where, version)
 
         for migrate in migrations("postgresql", version, where):

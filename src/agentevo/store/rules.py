@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from agentevo.errors import StoreError
-from agentevo.store.records import SPLITS, Lease, RetryPolicy, Split, TaskEvent, TaskState
+from agentevo.store.records import SPLITS, Lease, RetryPolicy, Split, TaskState
 
 
 class TaskPlace(NamedTuple):
@@ -61,21 +61,6 @@ def must_change(row: TaskPlace | None, lease: Lease, target: str | tuple[str, ..
 def after_failure(num_failures: int, retries: RetryPolicy) -> TaskState:
     """The state of a task after this many failures."""
     return "poison" if num_failures >= retries.max_failures else "queued"
-
-
-def after_expiry(num_expiries: int, retries: RetryPolicy) -> TaskState:
-    """The state of a task after this many expired leases, when the next worker requests a task."""
-    return "poison" if num_expiries >= retries.max_expiries else "leased"
-
-
-def expired_event(worker: str | None, fencing_id: int, at: float) -> TaskEvent:
-    return TaskEvent(
-        kind="expired",
-        worker=worker or "",
-        fencing_id=fencing_id,
-        at=at,
-        error="the lease ran out: its worker may have died",
-    )
 
 
 def check_reservable(step: int, *, committed: bool) -> None:

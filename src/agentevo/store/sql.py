@@ -1,438 +1,368 @@
-"""The common part of the SQL stores: every call of `Store` is one transaction around functions of
-queries, leases and ledger. A backend defines how it runs a transaction, its locks and its clock.
-`work` awaits only its connection, so a backend with a blocking driver can run all of it in one
-thread.
+"""The common part of the SQL stores: the rows of a transaction, and the leasing of tasks. A backend
+defines how it runs a transaction, its locks and its clock. Work awaits only its connection, so a
+backend with a blocking driver can run all of it in one thread.
+
+Statements are built once for each combination of columns and conditions, because SQLAlchemy takes
+longer to build a statement than SQLite takes to execute it.
+
+Rows that will change are read `FOR UPDATE`, and rows that another worker is leasing are skipped. So
+on PostgreSQL many workers can lease at the same time. SQLite ignores both clauses and has a single
+writer anyway.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, Literal, TypeVar, Unpack
+import math
+import operator
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
 
-import msgspec
+from sqlalchemy import (
+    ColumnElement,
+    Float,
+    Integer,
+    Select,
+    Table,
+    Update,
+    bindparam,
+    delete,
+    func,
+    insert,
+    select,
+    text,
+    tuple_,
+    update,
+)
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from agentevo.errors import (
-    SHOWN,
-    DeadlineExceededError,
-    StoreError,
-    StoreUnavailableError,
-    UnusableStoreError,
-    storable,
+from agentevo.store.calls import COLUMNS
+from agentevo.store.clock import CLOCK_TOLERANCE_S, Now
+from agentevo.store.codec import decode_lease
+from agentevo.store.records import Lease, RetryPolicy
+from agentevo.store.rows import Condition, Operator, Row, Rows, expire_lease
+from agentevo.store.store import Piece, Store
+from agentevo.store.tables import BIG, metadata, tasks
+
+_OPERATORS: dict[Operator, Callable[[Any, Any], ColumnElement[bool]]] = {
+    "=": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "in": lambda column, values: column.in_(values),
+    "starts": lambda column, prefix: column.startswith(prefix),
+}
+_SELECTIVE_COLUMNS = frozenset({"group_id", "task_id", "step", "trained_step"})
+"""Columns of trajectories in which few rows of a large store share a value."""
+_CHANGING = ("ended_at", "status", "error", "attributes", "seen_at")
+_WRITE_CALL = text(
+    f"INSERT INTO calls ({', '.join(COLUMNS)}, seen_at) "
+    f"VALUES ({', '.join(f':{name}' for name in COLUMNS)}, :seen_at) "
+    "ON CONFLICT (trajectory_id, id) DO UPDATE SET "
+    + ", ".join(f"{name} = excluded.{name}" for name in _CHANGING)
+).bindparams(
+    *(
+        bindparam(name, type_=metadata.tables["calls"].c[name].type)
+        for name in (*COLUMNS, "seen_at")
+    )
 )
-from agentevo.runtime.event_loop import in_thread
-from agentevo.store import call_rows, leases, ledger, queries, rules
-from agentevo.store.calls import NEVER_SEEN, CallState, StoredCall, check_recorder, encode_call
-from agentevo.store.clock import Now
-from agentevo.store.codec import (
-    encode_record,
-    encode_step,
-    encode_stored,
-    encode_stored_task,
-    encode_task,
-    encode_trajectories,
-)
-from agentevo.store.records import (
-    Lease,
-    RetryPolicy,
-    Split,
-    StepRecord,
-    StoredTask,
-    StoredTrajectory,
-    TaskState,
-    TrajectoryFilter,
-    TrajectorySummary,
-    checked_filters,
-)
-from agentevo.store.store import AWAY_S, NONE_DROPPED
-from agentevo.store.streams import Streaming
-from agentevo.types import Call, Task, Trajectory
 
-Lock = Literal["worker", "trainer", "alone"]
-"""The role in which a call writes: as one of any number of workers, as the single trainer next to
-them, or alone. (SQLite has a single writer anyway.)"""
+_LEASABLE = select(tasks).with_for_update(skip_locked=True).limit(bindparam("limit", type_=Integer))
+_DUE = _LEASABLE.where(
+    tasks.c.state == "queued",
+    tasks.c.not_before > 0.0,
+    tasks.c.not_before <= bindparam("now", type_=Float),
+).order_by(tasks.c.not_before, tasks.c.seq)
+_FRESH = _LEASABLE.where(tasks.c.state == "queued", tasks.c.not_before == 0.0).order_by(tasks.c.seq)
+_EXPIRED = _LEASABLE.where(
+    tasks.c.state == "leased",
+    tasks.c.lease_expires_at <= bindparam("now", type_=Float),
+    tuple_(tasks.c.lease_expires_at, tasks.c.seq)
+    > tuple_(bindparam("after", type_=Float), bindparam("after_seq", type_=BIG)),
+).order_by(tasks.c.lease_expires_at, tasks.c.seq)
 
-T = TypeVar("T")
-Work = Callable[[AsyncConnection], Awaitable[T]]
+Shape = tuple[tuple[str, Operator, bool], ...]
+"""The column and operator of each condition, and whether its value is None."""
 
 
-class SQLStore(Streaming):
+def _shape(where: Sequence[Condition]) -> Shape:
+    return tuple((column, sign, value is None) for column, sign, value in where)
+
+
+def _parameters(where: Sequence[Condition]) -> dict[str, Any]:
+    parameters: dict[str, Any] = {}
+    for index, (_, sign, value) in enumerate(where):
+        if sign == "outside":
+            parameters[f"at_{index}"], parameters[f"to_{index}"] = value
+        elif value is not None:
+            parameters[f"at_{index}"] = value
+    return parameters
+
+
+def _clauses(table: Table, shape: Shape) -> list[ColumnElement[bool]]:
+    is_narrow = table.name == "trajectories" and any(
+        column in _SELECTIVE_COLUMNS and sign in ("=", "in") for column, sign, _ in shape
+    )
+    clauses: list[ColumnElement[bool]] = []
+    for index, (name, sign, is_null) in enumerate(shape):
+        column: ColumnElement[Any] = table.c[name]
+        parameter = bindparam(f"at_{index}", expanding=sign == "in", type_=column.type)
+        if is_null:
+            clauses.append(column.is_(None) if sign == "=" else column.is_not(None))
+        elif sign == "outside":
+            last = bindparam(f"to_{index}", type_=column.type)
+            clauses.append((column < parameter) | (column > last))
+        else:
+            # No index can use a column in this form. PostgreSQL analyzes a table that grew quickly
+            # only later. Until then it takes a split to be as rare as a group, and walks over all
+            # rows of the split to find those that match both.
+            hides = is_narrow and sign == "=" and name not in _SELECTIVE_COLUMNS
+            clauses.append(
+                _OPERATORS[sign](func.coalesce(column, "") if hides else column, parameter)
+            )
+
+    return clauses
+
+
+@cache
+def _select(
+    table_name: str,
+    columns: tuple[str, ...],
+    shape: Shape,
+    order: str | None,
+    *,
+    descending: bool,
+    is_limited: bool,
+    lock: bool,
+) -> Select[Any]:
+    table = metadata.tables[table_name]
+    query = select(*(table.c[name] for name in columns or table.c.keys()))
+    query = query.where(*_clauses(table, shape))
+    if order is not None:
+        query = query.order_by(table.c[order].desc() if descending else table.c[order])
+    if is_limited:
+        query = query.limit(bindparam("limit", type_=Integer))
+
+    return query.with_for_update() if lock else query
+
+
+@cache
+def _update(
+    table_name: str, shape: Shape, columns: tuple[str, ...], increments: tuple[str, ...]
+) -> Update:
+    """The parameters are those of the conditions, and `new_NAME` for each column."""
+    table = metadata.tables[table_name]
+    values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in columns}
+    values |= {name: table.c[name] + 1 for name in increments}
+    return update(table).where(*_clauses(table, shape)).values(values)
+
+
+def _new_values(values: Row) -> dict[str, Any]:
+    return {f"new_{name}": value for name, value in values.items()}
+
+
+class SQLRows(Rows):
+    tokens_key = "trajectory_seq"
+    trajectory_key = "seq"
+
+    def __init__(
+        self, connection: AsyncConnection, now: Callable[[AsyncConnection], Awaitable[Now]]
+    ) -> None:
+        self.connection = connection
+        self._now = now
+
+    async def now(self) -> Now:
+        return await self._now(self.connection)
+
+    async def _mappings(self, query: Select[Any], **parameters: Any) -> list[Row]:
+        rows = await self.connection.execute(query, parameters)
+        return [row._mapping for row in rows]  # type: ignore[misc]
+
+    async def find(
+        self,
+        table: str,
+        columns: Sequence[str] = (),
+        where: Sequence[Condition] = (),
+        *,
+        order: str | None = None,
+        descending: bool = False,
+        limit: int | None = None,
+        lock: bool = False,
+    ) -> Sequence[Row]:
+        query = _select(
+            table,
+            tuple(dict.fromkeys(columns)),
+            _shape(where),
+            order,
+            descending=descending,
+            is_limited=limit is not None,
+            lock=lock,
+        )
+        limited = {} if limit is None else {"limit": limit}
+        return await self._mappings(query, **_parameters(where), **limited)
+
+    async def insert(self, table: str, rows: Sequence[Row]) -> None:
+        if rows:
+            await self.connection.execute(_insert(table), [dict(row) for row in rows])
+
+    async def update(
+        self,
+        table: str,
+        where: Sequence[Condition],
+        values: Row,
+        increments: Sequence[str] = (),
+    ) -> int:
+        statement = _update(table, _shape(where), tuple(values), tuple(increments))
+        parameters = _parameters(where) | _new_values(values)
+        return (await self.connection.execute(statement, parameters)).rowcount
+
+    async def delete(self, table: str, where: Sequence[Condition] = ()) -> int:
+        of = metadata.tables[table]
+        statement = delete(of).where(*_clauses(of, _shape(where)))
+        return (await self.connection.execute(statement, _parameters(where))).rowcount
+
+    async def count(
+        self, table: str, where: Sequence[Condition] = (), *, distinct: str | None = None
+    ) -> int:
+        of = metadata.tables[table]
+        number = func.count() if distinct is None else func.count(of.c[distinct].distinct())
+        query = select(number).select_from(of).where(*_clauses(of, _shape(where)))
+        return int(await self.connection.scalar(query, _parameters(where)) or 0)
+
+    async def count_by(
+        self, table: str, columns: Sequence[str], total: str | None = None
+    ) -> list[tuple[tuple[str, ...], int, int]]:
+        of = metadata.tables[table]
+        group = [of.c[name] for name in columns]
+        sums = [] if total is None else [func.sum(of.c[total])]
+        rows = await self.connection.execute(select(func.count(), *group, *sums).group_by(*group))
+        return [
+            (tuple(values[: len(group)]), number, int(values[-1]) if sums else 0)
+            for number, *values in rows
+        ]
+
+    async def write_calls(self, rows: Sequence[Row]) -> None:
+        await self.connection.execute(_WRITE_CALL, [dict(row) for row in rows])
+
+    async def lease_tasks(
+        self, worker: str, *, lease_s: float, limit: int, retries: RetryPolicy
+    ) -> list[Lease]:
+        now = await self.now()
+        taken = await self._take_expired(now, limit=limit, retries=retries)
+        for query, values in ((_DUE, {"now": now.steady}), (_FRESH, {})):
+            if len(taken) < limit:
+                rows = await self._mappings(query, limit=limit - len(taken), **values)
+                taken += [(row, {}) for row in rows]
+
+        if not taken:
+            await self._restart_future_leases(now, retries)
+
+        leases = [decode_lease(row, worker, now=now.steady, lease_s=lease_s) for row, _ in taken]
+        changes = {
+            "state": "leased",
+            "worker": worker,
+            "lease_started_at": now.steady,
+            "lease_expires_at": now.steady + lease_s,
+            "not_before": 0.0,
+        }
+        await self._update_tasks(
+            [
+                (
+                    row,
+                    changes
+                    | {"num_expiries": row["num_expiries"], "history": row["history"]}
+                    | expired
+                    | {"fencing_id": lease.fencing_id, "num_leases": lease.attempt},
+                )
+                for lease, (row, expired) in zip(leases, taken, strict=True)
+            ]
+        )
+
+        return leases
+
+    async def _take_expired(
+        self, now: Now, *, limit: int, retries: RetryPolicy
+    ) -> list[tuple[Row, dict[str, Any]]]:
+        """Up to `limit` tasks whose lease expired, as (row, changes in addition to the lease).
+        Tasks with too many expired leases become poison."""
+        taken: list[tuple[Row, dict[str, Any]]] = []
+        after = (-math.inf, 0)
+        while len(taken) < limit:
+            rows = await self._mappings(
+                _EXPIRED,
+                now=now.steady,
+                limit=limit - len(taken),
+                after=after[0],
+                after_seq=after[1],
+            )
+            if not rows:
+                break
+
+            # Continues from a position, not from an offset: if another worker unlocks a row, an
+            # offset would skip rows behind it.
+            after = max((row["lease_expires_at"], row["seq"]) for row in rows)
+            poisoned: list[tuple[Row, dict[str, Any]]] = []
+            for row in rows:
+                changes = expire_lease(row, now.wall, retries)
+                (taken if changes["state"] == "leased" else poisoned).append((row, changes))
+
+            await self._update_tasks(poisoned)
+
+        return taken
+
+    async def _update_tasks(self, changes: list[tuple[Row, dict[str, Any]]]) -> None:
+        """Updates each row with its values. All rows name the same columns."""
+        if changes:
+            statement = _update("tasks", (("seq", "=", False),), tuple(changes[0][1]), ())
+            parameters = [{"at_0": row["seq"]} | _new_values(values) for row, values in changes]
+            await self.connection.execute(statement, parameters)
+
+    async def _restart_future_leases(self, now: Now, retries: RetryPolicy) -> None:
+        """Shortens leases and delays that are too long because the clock was set back, or started
+        again at a reboot: see clock.py."""
+        length = tasks.c.lease_expires_at - tasks.c.lease_started_at
+        late = update(tasks).where(
+            tasks.c.state == "leased", tasks.c.lease_started_at > now.steady + CLOCK_TOLERANCE_S
+        )
+        await self.connection.execute(
+            late.values(lease_started_at=now.steady, lease_expires_at=now.steady + length)
+        )
+        longest = now.steady + retries.max_delay_s
+        waiting: list[Condition] = [("state", "=", "queued"), ("not_before", ">", longest)]
+        await self.update("tasks", waiting, {"not_before": longest})
+
+
+@cache
+def _insert(table_name: str) -> Any:
+    return insert(metadata.tables[table_name])
+
+
+class SQLStore(Store):
     """`Store` describes the guarantees of the methods."""
 
-    def __init__(self, where: str, *, timeout_s: float, retries: RetryPolicy) -> None:
-        self.where = where
-        self._timeout_s = timeout_s
-        self._away_s = min(timeout_s, AWAY_S)
-        self._retries = retries
-
-    @abstractmethod
-    async def _run(
-        self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker"
-    ) -> T:
-        """Runs `work` in a transaction, within the deadline. `what` names the call in messages."""
-
-    @abstractmethod
-    async def _now(self, connection: AsyncConnection) -> Now: ...
-
-    @abstractmethod
-    def _is_late(self, error: BaseException) -> bool:
-        """Whether the database reports that the call took too long."""
-
-    @abstractmethod
-    def _is_unreachable(self, error: BaseException) -> bool:
-        """Whether the database can't be reached now."""
-
-    def _is_damaged(self, error: BaseException) -> bool:
-        """Whether the database reports that it is damaged."""
-        return False
-
-    @abstractmethod
-    async def size_bytes(self) -> int: ...
-
-    @abstractmethod
-    async def _vacuum(self) -> None: ...
-
-    @asynccontextmanager
-    async def _deadline(self, what: str) -> AsyncIterator[list[BaseException]]:
-        """Converts the database's failures to AgentEvo's errors. No other code does. Yields a list
-        for the failures that were retried."""
-        retried_errors: list[BaseException] = []
-        started_at = time.monotonic()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                yield retried_errors
-        except TimeoutError as error:
-            if retried_errors and self._is_unreachable(retried_errors[-1]):
-                raise self._unavailable(what, retried_errors[-1]) from retried_errors[-1]
-            raise self._timeout_error(what, started_at) from error
-        except (DBAPIError, OSError, UnicodeDecodeError) as error:
-            if self._is_late(error):
-                raise self._timeout_error(what, started_at) from error
-            if self._is_unreachable(error):
-                raise self._unavailable(what, error) from error
-
-            reason = getattr(error, "orig", None) or error
-            if self._is_damaged(error):
-                raise UnusableStoreError(
-                    f"the store {self.where} is damaged ({what}: {storable(str(reason), SHOWN)}): "
-                    "restore it from a copy"
-                ) from error
-
-            raise StoreError(f"store {self.where}: {what}: {reason}") from error
-
-    def _unavailable(self, what: str, error: BaseException) -> StoreUnavailableError:
-        reason = getattr(error, "orig", None) or error
-        return StoreUnavailableError(
-            f"store {self.where}: {what}: {reason}: the database can't be used now; you can safely "
-            f"repeat the call"
-        )
-
-    def _timeout_error(self, what: str, started_at: float) -> DeadlineExceededError:
-        waited_s = time.monotonic() - started_at
-        limit_s = self._away_s if waited_s < 2 * self._away_s else self._timeout_s
-        return DeadlineExceededError(
-            f"store {self.where}: {what}: no answer within {limit_s:g} s; another process may "
-            f"hold the write lock, the disk may be slow, or the server down; you can safely "
-            f"repeat the call"
-        )
-
-    async def add_tasks(self, tasks: Iterable[Task], *, queue: bool = True) -> int:
-        encoded = [encode_task(task) for task in tasks]
-        return await self._run(
-            "add_tasks",
-            lambda connection: queries.insert_tasks(connection, encoded, queue=queue),
-            write=True,
-        )
-
-    async def _numbered_task(self, task_id: str) -> tuple[int, StoredTask]:
-        return await self._run("task", lambda connection: queries.read_task(connection, task_id))
-
-    async def _task_page(
-        self, state: TaskState | None, *, after: int, limit: int
-    ) -> list[tuple[int, StoredTask]]:
-        return await self._run(
-            "tasks",
-            lambda connection: queries.read_tasks(connection, state, after=after, limit=limit),
-        )
+    _errors = (DBAPIError, OSError, UnicodeDecodeError)
 
     async def lease_tasks(self, worker: str, *, lease_s: float, limit: int) -> list[Lease]:
-        async def work(connection: AsyncConnection) -> list[Lease]:
-            now = await self._now(connection)
-            return await leases.lease_tasks(
-                connection, worker, now=now, lease_s=lease_s, limit=limit, retries=self._retries
-            )
+        def work(rows: SQLRows) -> Awaitable[list[Lease]]:
+            return rows.lease_tasks(worker, lease_s=lease_s, limit=limit, retries=self._retries)
 
-        return await self._run("lease_tasks", work, write=True)
+        return await self._run("lease_tasks", work, "worker")
 
-    async def renew(self, lease: Lease, *, lease_s: float | None = None) -> Lease:
-        length = lease.lease_s if lease_s is None else lease_s
+    async def _run_pieces(self, what: str, pieces: Mapping[str, Piece]) -> dict[str, int]:
+        """Runs all pieces in one transaction."""
 
-        async def work(connection: AsyncConnection) -> float:
-            return await leases.renew(
-                connection, lease, now=await self._now(connection), lease_s=length
-            )
+        async def work(rows: SQLRows) -> dict[str, int]:
+            done = dict.fromkeys(pieces, 0)
+            for name, piece in pieces.items():
+                after = None
+                while True:
+                    number, after = await piece(rows, after)
+                    done[name] += number
+                    if after is None:
+                        break
+            return done
 
-        return msgspec.structs.replace(
-            lease, lease_s=length, expires_at=await self._run("renew", work, write=True)
-        )
-
-    async def complete_task(self, lease: Lease) -> None:
-        async def work(connection: AsyncConnection) -> None:
-            await leases.finish(connection, lease, error=None, now=await self._now(connection))
-
-        await self._run("complete_task", work, write=True)
-
-    async def fail_task(self, lease: Lease, error: str) -> None:
-        async def work(connection: AsyncConnection) -> None:
-            await leases.finish(connection, lease, error=error, now=await self._now(connection))
-
-        await self._run("fail_task", work, write=True)
-
-    async def retry_task(self, lease: Lease, error: str) -> TaskState:
-        async def work(connection: AsyncConnection) -> TaskState:
-            return await leases.retry(
-                connection, lease, error, now=await self._now(connection), retries=self._retries
-            )
-
-        return await self._run("retry_task", work, write=True)
-
-    async def return_task(self, lease: Lease) -> None:
-        await self._run(
-            "return_task", lambda connection: leases.give_back(connection, lease), write=True
-        )
-
-    async def queue_again(self) -> int:
-        return await self._run("queue_again", leases.queue_again, write=True)
-
-    async def write_trajectories(
-        self,
-        trajectories: Iterable[Trajectory],
-        *,
-        split: Split,
-        step: int,
-        lease: Lease | None = None,
-    ) -> int:
-        encoded = await in_thread(encode_trajectories, list(trajectories), split, step)
-
-        async def work(connection: AsyncConnection) -> int:
-            now = await self._now(connection)
-            if lease is not None:
-                await leases.finish(connection, lease, error=None, now=now)
-            return await queries.insert_trajectories(connection, encoded, now.wall)
-
-        return await self._run("write_trajectories", work, write=True)
-
-    async def reserve(self, ids: Iterable[str], step: int) -> int:
-        names = list(ids)
-        return await self._run(
-            "reserve",
-            lambda connection: ledger.reserve(connection, names, step),
-            write=True,
-            lock="trainer",
-        )
-
-    async def commit_step(
-        self,
-        step: int,
-        record: dict[str, Any],
-        *,
-        ids: Iterable[str] | None = None,
-        dropped: Mapping[str, Sequence[str]] = NONE_DROPPED,
-    ) -> int:
-        text = encode_record(step, record)
-        names = None if ids is None else list(ids)
-
-        async def work(connection: AsyncConnection) -> int:
-            now = (await self._now(connection)).wall
-            return await ledger.commit_step(
-                connection, step, text, ids=names, dropped=dropped, now=now
-            )
-
-        return await self._run("commit_step", work, write=True, lock="trainer")
-
-    async def release(self, step: int | None = None) -> int:
-        return await self._run(
-            "release",
-            lambda connection: ledger.release(connection, step),
-            write=True,
-            lock="trainer",
-        )
-
-    async def drop(self, ids: Iterable[str], reason: str) -> int:
-        names = list(ids)
-        return await self._run(
-            "drop",
-            lambda connection: ledger.drop(connection, names, reason),
-            write=True,
-            lock="trainer",
-        )
-
-    async def rewind(self, step: int, *, keep: bool = False) -> int:
-        return await self._run(
-            "rewind",
-            lambda connection: ledger.rewind(connection, step, keep=keep),
-            write=True,
-            lock="alone",
-        )
-
-    async def _newest_seq(self) -> int:
-        return await self._run("trajectories", queries.newest_seq)
-
-    async def _page(
-        self,
-        properties: Mapping[str, object],
-        *,
-        seqs: range | None,
-        limit: int,
-        newest_first: bool,
-    ) -> list[tuple[int, StoredTrajectory]]:
-        def work(connection: AsyncConnection) -> Awaitable[list[tuple[int, StoredTrajectory]]]:
-            return queries.read_page(
-                connection, properties, seqs=seqs, limit=limit, newest_first=newest_first
-            )
-
-        return await self._run("trajectories", work)
-
-    async def summaries(self, **filters: Unpack[TrajectoryFilter]) -> list[TrajectorySummary]:
-        properties, limit, newest = checked_filters(filters)
-
-        def work(connection: AsyncConnection) -> Awaitable[list[TrajectorySummary]]:
-            return queries.read_summaries(connection, properties, limit=limit, newest_first=newest)
-
-        return await self._run("summaries", work)
-
-    async def written_summaries(
-        self, seqs: range, *, limit: int
-    ) -> list[tuple[int, TrajectorySummary]]:
-        return await self._run(
-            "summaries",
-            lambda connection: queries.read_numbered_summaries(connection, seqs, limit=limit),
-        )
-
-    async def ready_groups(self, split: Split, *, size: int, limit: int) -> list[str]:
-        rules.check_group(split, size, limit)
-        return await self._run(
-            "ready_groups",
-            lambda connection: queries.ready_groups(connection, split, size=size, limit=limit),
-        )
-
-    async def outstanding(self, split: Split) -> int:
-        rules.check_split(split)
-        return await self._run(
-            "outstanding", lambda connection: queries.outstanding(connection, split)
-        )
-
-    async def steps(
-        self, *, after: int | None = None, limit: int | None = None
-    ) -> list[StepRecord]:
-        return await self._run(
-            "steps", lambda connection: ledger.read_steps(connection, after=after, limit=limit)
-        )
-
-    async def last_step(self) -> StepRecord | None:
-        return next(
-            iter(
-                await self._run(
-                    "last_step", lambda connection: ledger.read_steps(connection, last_only=True)
-                )
-            ),
-            None,
-        )
-
-    async def counts(self) -> dict[str, int]:
-        return await self._run("counts", queries.count)
-
-    async def write_calls(self, calls: Iterable[Call]) -> None:
-        new_calls = list(calls)
-
-        async def work(connection: AsyncConnection) -> None:
-            now = await self._now(connection)
-            rows = [encode_call(call, now.steady) for call in new_calls]
-            await call_rows.upsert(connection, rows)
-
-        if new_calls:
-            await self._run("write_calls", work, write=True)
-
-    async def renew_calls(self, recorder: str) -> None:
-        check_recorder(recorder)
-
-        async def work(connection: AsyncConnection) -> None:
-            await call_rows.renew(connection, recorder, await self._now(connection))
-
-        await self._run("renew_calls", work, write=True)
-
-    async def _newest_call_seq(self) -> int:
-        return await self._run("calls", call_rows.newest_seq)
-
-    async def _call_page(
-        self,
-        trajectory_id: str | None,
-        state: CallState | None,
-        *,
-        seqs: range | None,
-        limit: int,
-        newest_first: bool,
-    ) -> list[tuple[int, StoredCall]]:
-        async def work(connection: AsyncConnection) -> list[tuple[int, StoredCall]]:
-            return await call_rows.read_page(
-                connection,
-                trajectory_id,
-                state,
-                seqs=seqs,
-                limit=limit,
-                newest_first=newest_first,
-                now=await self._now(connection),
-            )
-
-        return await self._run("calls", work)
-
-    async def num_calls(self) -> int:
-        return await self._run("num_calls", call_rows.count)
-
-    async def put(
-        self,
-        *,
-        tasks: Iterable[StoredTask] = (),
-        trajectories: Iterable[StoredTrajectory] = (),
-        steps: Iterable[StepRecord] = (),
-        calls: Iterable[Call] = (),
-    ) -> int:
-        encoded_tasks = [encode_stored_task(stored) for stored in tasks]
-        encoded = await in_thread(lambda: [encode_stored(stored) for stored in trajectories])
-        new_steps = [encode_step(step) for step in steps]
-        call_list = [encode_call(call, NEVER_SEEN) for call in calls]
-
-        async def work(connection: AsyncConnection) -> int:
-            new = await queries.insert_tasks(connection, encoded_tasks) if encoded_tasks else 0
-            new += await queries.insert_trajectories(connection, encoded, 0.0) if encoded else 0
-            new += await call_rows.insert_new(connection, call_list) if call_list else 0
-            return new + (await queries.insert_steps(connection, new_steps) if new_steps else 0)
-
-        return await self._run("put", work, write=True, lock="alone")
-
-    async def gc(self, *, dropped: bool = False, lease_grace_s: float = 3600.0) -> dict[str, int]:
-        before = await self.size_bytes()
-
-        async def work(connection: AsyncConnection) -> dict[str, int]:
-            now = await self._now(connection)
-            return {
-                "leases": await leases.requeue_old(connection, now.steady - lease_grace_s),
-                "orphans": await ledger.delete_orphans(connection),
-                "tokens": await ledger.delete_dropped_tokens(connection) if dropped else 0,
-                "calls": await call_rows.delete_abandoned(connection, now, lease_grace_s)
-                + (await call_rows.delete_of_emptied(connection) if dropped else 0),
-            }
-
-        done = await self._run("gc", work, write=True, lock="alone")
-        async with self._deadline("gc"):
-            await self._vacuum()
-
-        return done | {"bytes": before - await self.size_bytes()}
-
-    async def clear(self) -> int:
-        return await self._run("clear", ledger.clear, write=True, lock="alone")
+        return await self._run(what, work, "alone")

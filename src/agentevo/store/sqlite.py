@@ -18,13 +18,13 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self, Unpack, cast
 from urllib.parse import quote
 
 from sqlalchemy import CursorResult, Engine, Executable, create_engine, event
@@ -38,10 +38,8 @@ from agentevo.runtime.event_loop import in_thread
 from agentevo.runtime.progress import bar
 from agentevo.store.clock import Clock, MachineClock, Now
 from agentevo.store.migrations import migrations
-from agentevo.store.read_only import older_schema, only_read
-from agentevo.store.records import RETRIES, RetryPolicy
-from agentevo.store.sql import Lock, SQLStore, T, Work
-from agentevo.store.store import AWAY_S, stores
+from agentevo.store.sql import SQLRows, SQLStore
+from agentevo.store.store import AWAY_S, Role, StoreOptions, T, Work, older_schema, stores
 from agentevo.store.tables import SCHEMA_VERSION, metadata
 
 APPLICATION_ID = 0x41676576  # "Agev"
@@ -133,40 +131,21 @@ class SQLiteStore(SQLStore):
     """`Store` describes the guarantees of the methods. `SQLiteStore.open` and `open_store` create a
     store object."""
 
-    def __init__(
-        self,
-        path: Path,
-        engine: Engine,
-        *,
-        timeout_s: float,
-        retries: RetryPolicy,
-        clock: Clock | None,
-        read_only: bool = False,
-    ) -> None:
-        """`engine` comes from `_engine`, and the file has been checked."""
-        super().__init__(str(path), timeout_s=timeout_s, retries=retries)
+    def __init__(self, path: Path, **options: Unpack[StoreOptions]) -> None:
+        """The file has been checked. `options` are those of `Store`."""
+        super().__init__(str(path), **options)
         self.path = path
-        self._read_only = read_only
-        self._engine = engine
+        self._local_clock: Clock = self._clock or MachineClock()
+        self._engine = _engine(path, self._timeout_s, "ro" if self._read_only else "rwc")
         self._is_immutable = False
         """Whether the file is opened as a file that no process writes to."""
         self._copy: TemporaryDirectory[str] | None = None
         """The folder with the copy that is read, if the file itself is not read."""
-        self._clock = clock or MachineClock()
         self._writer = asyncio.Lock()
         self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="agentevo-store")
 
     @classmethod
-    async def open(
-        cls,
-        url: str,
-        *,
-        timeout_s: float = 60.0,
-        create: bool = True,
-        retries: RetryPolicy = RETRIES,
-        clock: Clock | None = None,
-        read_only: bool = False,
-    ) -> Self:
+    async def open(cls, url: str, *, create: bool = True, **options: Unpack[StoreOptions]) -> Self:
         """Opens `sqlite:///PATH`. Creates the file and its folder if needed, unless `create` is
         false. Raises StoreError for a path with other content than an AgentEvo store, or with a
         store of a newer schema. Such a file stays unchanged. Migrates a store of an older schema,
@@ -178,22 +157,15 @@ class SQLiteStore(SQLStore):
         path = _path_of(url)
         _check_file(path, create=create)
 
-        store = cls(
-            path,
-            _engine(path, timeout_s, "ro" if read_only else "rwc"),
-            timeout_s=timeout_s,
-            retries=retries,
-            clock=clock,
-            read_only=read_only,
-        )
+        store = cls(path, **options)
         try:
-            if read_only:
+            if store._read_only:
                 await store._check_for_reading()
             else:
                 await store._run(
                     "open",
-                    lambda connection: _check_or_make_schema(connection, path, create=create),
-                    write=True,
+                    lambda rows: _check_or_make_schema(rows.connection, path, create=create),
+                    "worker",
                 )
                 await store._use_write_ahead_log()
         except BaseException as error:
@@ -209,7 +181,10 @@ class SQLiteStore(SQLStore):
 
     async def _check_for_reading(self) -> None:
         """Checks the schema of a file that is only read."""
-        check = partial(_check_schema, path=self.path)
+
+        def check(rows: SQLRows) -> Awaitable[None]:
+            return _check_schema(rows.connection, self.path)
+
         try:
             await self._run("open", check)
         except StoreError as error:
@@ -251,33 +226,26 @@ class SQLiteStore(SQLStore):
             if self._copy is not None:
                 self._copy.cleanup()
 
-    async def _run(
-        self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker"
-    ) -> T:
+    async def _transact(self, work: Work[T], role: Role) -> T:
         """Runs the whole transaction in one thread. If the call is cancelled or late, its running
         statement stops (see `_engine`), and the transaction is not committed."""
-        if write and self._read_only:
-            raise only_read(str(self.path), what)
         if self._is_immutable and self._log_bytes():
             self._reopen(still=False)  # a process writes to the file after all
 
+        write = role != "reader"
         limit = _Limit(time.monotonic() + _DEADLINE_SHARE * self._timeout_s)
         engine = self._engine.execution_options(write=write, limit=limit)
 
         def transaction() -> T:
             with engine.begin() as connection:
-                result = _drive(
-                    cast(
-                        Coroutine[Any, Any, T],
-                        work(cast(AsyncConnection, _SqliteConnection(connection))),
-                    )
-                )
+                rows = SQLRows(cast(AsyncConnection, _SqliteConnection(connection)), self._now)
+                result = _drive(cast(Coroutine[Any, Any, T], work(rows)))
                 if time.monotonic() > limit.stop_at:
                     raise TimeoutError  # the caller already has an error
 
                 return result
 
-        async with self._deadline(what), self._writer if write else nullcontext():
+        async with self._writer if write else nullcontext():
             try:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, transaction)
             except asyncio.CancelledError:
@@ -285,7 +253,7 @@ class SQLiteStore(SQLStore):
                 raise
 
     async def _now(self, connection: AsyncConnection) -> Now:
-        return self._clock.now()
+        return self._local_clock.now()
 
     def _is_late(self, error: BaseException) -> bool:
         return any(
@@ -343,7 +311,7 @@ class SQLiteStore(SQLStore):
         return sum(file.stat().st_size for file in files if file.exists())
 
     async def _vacuum(self) -> None:
-        async with self._writer:
+        async with self._deadline("gc"), self._writer:
             await self._execute_alone("VACUUM")
             await self._execute_alone("PRAGMA wal_checkpoint(TRUNCATE)")
 

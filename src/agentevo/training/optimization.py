@@ -2,15 +2,20 @@
 rejection of numbers that are not finite.
 
 The learning rate warms up linearly and then follows the schedule. Gradients add up in float32, and
-the optimizer steps float32 numbers: the weights themselves, or their float32 masters
-(`master_weights.py`).
+the optimizer steps float32 numbers: the weights themselves, or their float32 masters. bfloat16 has
+8 bits of precision: an update below 1/256 of a weight rounds to zero, and most updates are that
+small. A master keeps them (Micikevicius et al., arXiv 1710.03740, section 3.1).
+
+With `memory.optimizer=adamw_8bit`, the two moments take 8 bits a number (Dettmers et al., arXiv
+2110.02861), by torchao, which only this module imports.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -21,10 +26,10 @@ from torch.distributed.tensor import DTensor
 from agentevo.config import MemorySection, TrainerSection
 from agentevo.errors import CheckpointError, TrainingError
 from agentevo.models.compute.parts import Stored, WeightPart
-from agentevo.training.master_weights import MasterWeights, needs_masters
+from agentevo.runtime.devices import can_pin
+from agentevo.runtime.extras import load_extra
 from agentevo.training.parallel import loss_share, stages, sum_gradients
 from agentevo.training.phases import phase
-from agentevo.training.quantized_optimizer import adamw_8bit, step_8bit
 from agentevo.training.sharding.layouts import (
     ShardLayout,
     clip,
@@ -33,6 +38,96 @@ from agentevo.training.sharding.layouts import (
     local,
     part_of,
 )
+
+
+def adamw_8bit(
+    groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float]
+) -> torch.optim.Optimizer:
+    """AdamW with 8-bit moments over groups of float32 parameters. Tensors of fewer than 4096
+    numbers keep float32 moments. Raises MissingExtraError."""
+    optimizer: torch.optim.Optimizer = _optimizer_class()(groups, lr=lr, betas=betas)
+    return optimizer
+
+
+def check_8bit() -> None:
+    """Raises MissingExtraError without torchao."""
+    _optimizer_class()
+
+
+def step_8bit(optimizer: torch.optim.Optimizer) -> None:
+    """Makes one optimizer step. torchao compiles its arithmetic once per shape of parameter; on a
+    CPU it runs uncompiled, which needs no compiler."""
+    on_cpu = any(
+        parameter.device.type == "cpu"
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+    with torch.compiler.set_stance("force_eager" if on_cpu else "default"):
+        optimizer.step()
+
+
+def _optimizer_class() -> Callable[..., torch.optim.Optimizer]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its compiled extensions, which are not needed here
+        module = load_extra("torchao.optim", "8bit", "memory.optimizer=adamw_8bit")
+    optimizer: Callable[..., torch.optim.Optimizer] = module.AdamW8bit
+    return optimizer
+
+
+class MasterWeights:
+    """Float32 copies of parameters that are on one device, made from their present values. Later
+    changes to the parameters themselves do not last: `give_weights` overwrites them."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, on_cpu: bool) -> None:
+        self.parameters = parameters
+        self.on_cpu = on_cpu
+        self.masters = [
+            torch.nn.Parameter(self._place(local(parameter))) for parameter in parameters
+        ]
+        """The float32 copies, in the order of `parameters`: on the CPU with `on_cpu`, else on the
+        parameters' own device."""
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A float32 copy of the tensor on the masters' device."""
+        device = torch.device("cpu") if self.on_cpu else tensor.device
+        copy = torch.empty(
+            tensor.shape,
+            dtype=torch.float32,
+            device=device,
+            pin_memory=self.on_cpu and can_pin(tensor.device),
+        )
+        return copy.copy_(tensor.detach())
+
+    def take_gradients(self) -> None:
+        """Moves the gradients from the parameters to their masters."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            grad = None if parameter.grad is None else local(parameter.grad)
+            parameter.grad = None
+            master.grad = (
+                self._place(grad) if grad is not None and grad.device != master.device else grad
+            )
+
+    @torch.no_grad()
+    def give_weights(self) -> None:
+        """Writes the masters into the parameters, rounded, and drops the masters' gradients."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            local(parameter).copy_(master)
+            master.grad = None
+
+    def state_dict(self) -> list[torch.Tensor]:
+        return [master.detach() for master in self.masters]
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Sequence[torch.Tensor]) -> None:
+        """The inverse of `state_dict`. The parameters, which are loaded already, keep their
+        values."""
+        for master, saved in zip(self.masters, state, strict=True):
+            master.copy_(saved)
+
+
+def needs_masters(parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """Whether any of the parameters is less precise than float32."""
+    return any(parameter.dtype.itemsize < torch.float32.itemsize for parameter in parameters)
 
 
 class Grouped(Protocol):

@@ -1,7 +1,7 @@
 """Decides whether a model's results for a token depend on the other tokens in the pass.
 
 The results do not depend on them, to the last bit, if `models/compute/linear.py` computes every
-matrix product, `models/compute/aligned_activations.py` computes every activation function, and
+matrix product, `models/compute/attention.py` computes every activation function, and
 attention sums in a fixed order (`inference/embedded/cache_attention.py`). This is the case in
 float32 on an x86 CPU, for decoders without experts. Everything else in a decoder layer is computed
 number by number, or row by row.

@@ -56,7 +56,7 @@ from agentevo.runtime.devices import compiles, find, is_accelerator
 from agentevo.runtime.seeds import derive_seed
 from agentevo.store.call_log import CallLog, call_log
 from agentevo.store.store import Store
-from agentevo.training.quantized_optimizer import check_8bit
+from agentevo.training.optimization import check_8bit
 from agentevo.types import Task
 
 if TYPE_CHECKING:
