@@ -266,7 +266,7 @@ def _open_writer(
 
     from agentevo.inference.remote_models.model import RemoteModel
     from agentevo.runs.folder.run_folder import UNSCORED, check_run_folder, run_config
-    from agentevo_evolve.task_making.writer_model import writer_section
+    from agentevo_evolve.task_making.writer import writer_section
 
     remote_models = (
         {} if after is None else run_config(check_run_folder(after), UNSCORED).remote_models

@@ -32,8 +32,7 @@ from agentevo_evolve.task_making.document_files import Documents, changed_files,
 from agentevo_evolve.task_making.documents import check_made, tasks_from_gaps, tasks_from_model
 from agentevo_evolve.task_making.files import CORPUS, DOCUMENTS
 from agentevo_evolve.task_making.server_tasks import WantedTasks, check_wanted, make_tasks
-from agentevo_evolve.task_making.writer import reword_tasks
-from agentevo_evolve.task_making.writer_model import writer_section
+from agentevo_evolve.task_making.writer import reword_tasks, writer_section
 
 Note = Callable[[str], None]
 

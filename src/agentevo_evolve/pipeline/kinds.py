@@ -123,17 +123,17 @@ class StageKind:
 stage_kinds: Registry[StageKind] = Registry(
     "stage_kinds",
     {
-        "train": "agentevo_evolve.pipeline.training_stages:TRAIN",
-        "sft": "agentevo_evolve.pipeline.training_stages:SFT",
-        "rm": "agentevo_evolve.pipeline.training_stages:REWARD_MODEL",
-        "sample": "agentevo_evolve.pipeline.training_stages:SAMPLE",
-        "evaluate": "agentevo_evolve.pipeline.data_stages:EVALUATE",
-        "score": "agentevo_evolve.pipeline.data_stages:SCORE",
-        "filter": "agentevo_evolve.pipeline.data_stages:FILTER",
-        "preferences": "agentevo_evolve.pipeline.data_stages:PREFERENCES",
-        "prompts": "agentevo_evolve.pipeline.prompt_stages:PROMPTS",
-        "merge": "agentevo_evolve.pipeline.model_stages:MERGE",
-        "command": "agentevo_evolve.pipeline.model_stages:COMMAND",
+        "train": "agentevo_evolve.pipeline.stages:TRAIN",
+        "sft": "agentevo_evolve.pipeline.stages:SFT",
+        "rm": "agentevo_evolve.pipeline.stages:REWARD_MODEL",
+        "sample": "agentevo_evolve.pipeline.stages:SAMPLE",
+        "evaluate": "agentevo_evolve.pipeline.stages:EVALUATE",
+        "score": "agentevo_evolve.pipeline.stages:SCORE",
+        "filter": "agentevo_evolve.pipeline.stages:FILTER",
+        "preferences": "agentevo_evolve.pipeline.stages:PREFERENCES",
+        "prompts": "agentevo_evolve.pipeline.stages:PROMPTS",
+        "merge": "agentevo_evolve.pipeline.stages:MERGE",
+        "command": "agentevo_evolve.pipeline.stages:COMMAND",
     },
 )
 """Kinds of stages by name."""

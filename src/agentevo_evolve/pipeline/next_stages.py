@@ -21,14 +21,17 @@ from agentevo.config.sweep import nest_keys
 from agentevo.errors import ConfigError
 from agentevo.inference.default_engine import installed_engines, load_with_engine
 from agentevo.runtime.files import must_write, write_atomic
-from agentevo_evolve.pipeline.conditions import condition
 from agentevo_evolve.pipeline.held_out import add_gains, why_rounds_end
 from agentevo_evolve.pipeline.kinds import Job
 from agentevo_evolve.pipeline.leaks import Leaks
 from agentevo_evolve.pipeline.plan import HELD_OUT, START, Instance
 from agentevo_evolve.pipeline.reading import Pipeline, read_options, stage_folder
-from agentevo_evolve.pipeline.references import StageReference, parse_reference, replace_references
-from agentevo_evolve.pipeline.setting import files_outside, replaced_texts, without_places
+from agentevo_evolve.pipeline.references import (
+    StageReference,
+    condition,
+    parse_reference,
+    replace_references,
+)
 from agentevo_evolve.pipeline.state import (
     Input,
     PipelineState,
@@ -37,9 +40,12 @@ from agentevo_evolve.pipeline.state import (
     as_setting,
     digest_of,
     digest_of_path,
+    files_outside,
     is_pipeline_folder,
     read_state,
+    replaced_texts,
     what_changed,
+    without_places,
     write_state,
 )
 

@@ -16,9 +16,13 @@ from heapq import heappop, heappush
 
 from agentevo.errors import ConfigError
 from agentevo.runtime.registry import nearest
-from agentevo_evolve.pipeline.conditions import condition
 from agentevo_evolve.pipeline.kinds import StageKind, stage_kinds
-from agentevo_evolve.pipeline.references import ReferenceProblem, StageReference, references_in
+from agentevo_evolve.pipeline.references import (
+    ReferenceProblem,
+    StageReference,
+    condition,
+    references_in,
+)
 from agentevo_evolve.pipeline.schema import PipelineConfig, StageConfig
 
 HELD_OUT = "held_out"

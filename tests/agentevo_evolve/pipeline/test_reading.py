@@ -14,11 +14,11 @@ from agentevo.errors import ConfigError
 from agentevo.inference import default_engine
 from agentevo.runtime import devices
 from agentevo_evolve.pipeline import Pipeline, build_pipeline
-from agentevo_evolve.pipeline.conditions import condition
 from agentevo_evolve.pipeline.next_stages import PipelineProgress
 from agentevo_evolve.pipeline.references import (
     ReferenceProblem,
     StageReference,
+    condition,
     parse_reference,
     replace_references,
 )

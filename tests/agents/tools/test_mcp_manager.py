@@ -8,7 +8,7 @@ import pydantic
 import pytest
 from mcp_manager import Manager
 
-from agentevo.agents.tools import manager_api
+from agentevo.agents.tools import mcp_manager
 from agentevo.agents.tools.toolbox import Toolbox
 from agentevo.cli.main import main
 from agentevo.config.mcp import MCPManagerSection

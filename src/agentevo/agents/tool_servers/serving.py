@@ -24,9 +24,8 @@ import msgspec
 
 from agentevo.agents.tool_servers.session_limiter import SessionLimiter
 from agentevo.agents.tools.functions import FunctionTools
-from agentevo.agents.tools.shorten import shorten_text
 from agentevo.agents.tools.task_headers import SEED_HEADER, TASK_HEADER
-from agentevo.agents.tools.tool import ToolSession
+from agentevo.agents.tools.tool import ToolSession, shorten_text
 from agentevo.config.tools import FunctionToolSection
 from agentevo.errors import (
     AgentEvoError,
