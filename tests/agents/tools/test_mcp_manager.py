@@ -118,7 +118,7 @@ def test_an_error_inside_of_a_good_answer_is_an_error():
 
 @pytest.mark.slow
 def test_a_manager_that_breaks_costs_its_call(monkeypatch):
-    monkeypatch.setattr(manager_api, "MAX_ANSWER", 2**20)
+    monkeypatch.setattr(mcp_manager, "MAX_ANSWER", 2**20)
     given = ["half", "no json", "no object", "proxy", "flood", "text"]
     with Manager() as manager:
         calls = [("give", {"what": what}) for what in given]

@@ -25,7 +25,7 @@ from typing import Any
 import pydantic
 
 from agentevo.agents.tools.signature import Signature, checked_options
-from agentevo.agents.tools.tool import ToolResult, ToolSession, ToolSpec
+from agentevo.agents.tools.tool import ToolResult, ToolSession, Toolset, ToolSpec
 from agentevo.config.agents import is_async
 from agentevo.config.imports import OF_YOUR_OWN
 from agentevo.config.tools import FunctionToolSection, public_methods, says_cached, tools
@@ -42,7 +42,7 @@ CLOSING_S = 10.0
 """The time limit of an async close. The end of a process also waits this long for the others."""
 
 
-class FunctionTools:
+class FunctionTools(Toolset):
     """The toolset of a registered function or class; see the module."""
 
     def __init__(self, section: FunctionToolSection) -> None:
@@ -84,12 +84,10 @@ class FunctionTools:
 
     @property
     def has_outcome(self) -> bool:
-        """See Toolset.has_outcome."""
         return self._function is None and hasattr(self._item, "outcome")
 
     @asynccontextmanager
     async def session(self, task: Task, seed: int) -> AsyncIterator[ToolSession]:
-        """See Toolset.session."""
         if self._function is not None:
             yield self._function
             return
@@ -122,7 +120,6 @@ class FunctionTools:
                 self._ending = {busy for busy in self._ending if not busy.has_ended(0)} | {thread}
 
     async def close(self) -> None:
-        """See Toolset.close."""
         deadline = time.monotonic() + CLOSING_S
 
         def wait() -> None:
@@ -159,11 +156,8 @@ class FunctionTools:
             )
 
 
-class _ToolFunction:
+class _ToolFunction(ToolSession):
     """One function, shared by all attempts."""
-
-    instructions = ""
-    num_losses = 0
 
     def __init__(self, name: str, function: Callable[..., Any], cacheable: bool) -> None:
         self._function = function
@@ -178,26 +172,15 @@ class _ToolFunction:
             )
         ]
 
-    async def prepare(self) -> None:
-        """See ToolSession.prepare."""
-
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """See ToolSession.call."""
         call = partial(self._function, **self._signature.read(arguments))
         if is_async(self._function):
             return result_of(await call())
         return await _result(await run_in_thread(lambda: _read(call()), "tool"))
 
-    async def outcome(self) -> Any:
-        """See ToolSession.outcome."""
-        return None
 
-
-class _AttemptObject:
+class _AttemptObject(ToolSession):
     """One attempt's object of a class."""
-
-    instructions = ""
-    num_losses = 0
 
     def __init__(
         self, item: Any, signatures: Mapping[str, Signature], thread: DedicatedThread
@@ -207,17 +190,12 @@ class _AttemptObject:
         self._thread = thread
         self.specs = [signature.spec for signature in signatures.values()]
 
-    async def prepare(self) -> None:
-        """See ToolSession.prepare."""
-
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """See ToolSession.call."""
         method = getattr(self._item, name)
         call = partial(method, **self._signatures[name].read(arguments))
         return await _result(await self._run(method, lambda: _read(call())))
 
     async def outcome(self) -> Any:
-        """See ToolSession.outcome."""
         method = getattr(self._item, "outcome", None)
         returned = None if method is None else await self._run(method, method)
         return await returned if inspect.isawaitable(returned) else returned

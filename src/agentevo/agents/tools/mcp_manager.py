@@ -24,7 +24,7 @@ from urllib.parse import quote
 import msgspec
 
 from agentevo.agents.tools.mcp_connection import MAX_TOOLS, without_secrets
-from agentevo.agents.tools.tool import ToolResult, ToolSession, ToolSpec, object_schema
+from agentevo.agents.tools.tool import ToolResult, ToolSession, Toolset, ToolSpec, object_schema
 from agentevo.config.mcp import MCPManagerSection
 from agentevo.errors import ConfigError, ToolArgumentsError, ToolUnavailableError, describe_error
 from agentevo.runtime.http_clients import trusted_context
@@ -322,12 +322,8 @@ def _describe_answer(status: int, body: bytes) -> str:
 _loop = DedicatedLoop("agentevo-manager")
 
 
-class MCPManager:
+class MCPManager(Toolset, ToolSession):
     """The toolset of a node's URL, and the session of all attempts."""
-
-    instructions = ""
-    has_outcome = False
-    num_losses = 0
 
     def __init__(self, section: MCPManagerSection, key: str | None) -> None:
         self.name = section.name
@@ -347,18 +343,9 @@ class MCPManager:
                 )
         yield self
 
-    async def prepare(self) -> None:
-        """See ToolSession.prepare."""
-
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """See ToolSession.call."""
         full_name = next(spec.full_name for spec in self.specs if spec.name == name)
         return await _loop.run(lambda: self._api.call(self._section.url, full_name, arguments))
 
-    async def outcome(self) -> Any:
-        """See ToolSession.outcome."""
-        return None
-
     async def close(self) -> None:
-        """See Toolset.close."""
         await _loop.run(self._api.close)

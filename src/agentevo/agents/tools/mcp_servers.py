@@ -19,7 +19,7 @@ import msgspec
 
 from agentevo.agents.tools.mcp_connection import McpConnection, McpServer, check_package
 from agentevo.agents.tools.task_headers import attempt_variables, task_headers, task_variables
-from agentevo.agents.tools.tool import ToolResult, ToolSession, ToolSpec
+from agentevo.agents.tools.tool import ToolResult, ToolSession, Toolset, ToolSpec
 from agentevo.config.mcp import MCPSection
 from agentevo.errors import EnvironmentFailure, ToolUnavailableError
 from agentevo.runtime.loop_thread import DedicatedLoop
@@ -31,7 +31,7 @@ RESTARTED = "[the server was started again: what it held from earlier calls is l
 _loop = DedicatedLoop("agentevo-mcp")
 
 
-class MCPServer:
+class MCPServer(Toolset):
     """The toolset of one server."""
 
     def __init__(self, server: McpServer, section: MCPSection) -> None:
@@ -46,12 +46,10 @@ class MCPServer:
 
     @property
     def has_outcome(self) -> bool:
-        """See Toolset.has_outcome."""
         return self._section.outcome is not None
 
     @asynccontextmanager
     async def session(self, task: Task, seed: int) -> AsyncIterator[ToolSession]:
-        """See Toolset.session."""
         if self._section.session == "shared":
             if self._shared is None:
                 self._shared = _McpSession(self._server, self._section)
@@ -69,7 +67,6 @@ class MCPServer:
                 await session.close()
 
     async def close(self) -> None:
-        """See Toolset.close."""
         if self._shared is not None:
             await self._shared.close()
 
@@ -82,7 +79,7 @@ class _KnownServer:
     instructions: str
 
 
-class _McpSession:
+class _McpSession(ToolSession):
     """One session of one server; it connects at its first use."""
 
     def __init__(self, server: McpServer, section: MCPSection) -> None:
@@ -123,7 +120,6 @@ class _McpSession:
         return [spec for spec in specs if spec.name != outcome]
 
     async def prepare(self) -> None:
-        """See ToolSession.prepare."""
         tries = self._num_tries
         async with self._opening:
             connection = self._connection
@@ -159,7 +155,6 @@ class _McpSession:
         return connection
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """See ToolSession.call."""
         connection = self._connection
         if connection is None or not connection.is_open:
             raise ToolUnavailableError(f"{self._server.title} is not connected")

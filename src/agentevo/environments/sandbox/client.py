@@ -136,7 +136,6 @@ class SandboxClient(ABC):
         """Sends the result of the code's call of a tool."""
 
     async def run(self, code: str, deadline_s: float | None = None) -> Execution:
-        """See Sandbox.run."""
         limit = self._deadline(deadline_s)
         if (refusal := code_problem(code)) is not None:
             return Execution("", "", None, refusal, (), 0.0, is_alive=True, is_new=False)
@@ -165,7 +164,6 @@ class SandboxClient(ABC):
     async def execute(
         self, argv: Sequence[str], *, stdin: bytes = b"", deadline_s: float | None = None
     ) -> ProgramRun:
-        """See Sandbox.execute. Raises SandboxError."""
         limit = self._deadline(deadline_s)
         if not argv or any("\0" in word or not is_unicode(word) for word in argv):
             raise SandboxError("execute takes a command as a list of strings without NUL")
@@ -189,11 +187,9 @@ class SandboxClient(ABC):
                 )
 
     async def files(self) -> dict[str, int]:
-        """See Sandbox.files. Raises SandboxError."""
         return await self._ask_files("files", dict[str, int])
 
     async def read_file(self, path: str) -> bytes:
-        """See Sandbox.read_file. Raises SandboxError."""
         text = await self._ask_files("read", str, path=path)
         try:
             return base64.b64decode(text, validate=True)
@@ -201,7 +197,6 @@ class SandboxClient(ABC):
             raise SandboxError(f"{path}: the sandbox's reply is not a file") from error
 
     async def write_file(self, path: str, content: bytes) -> None:
-        """See Sandbox.write_file. Raises SandboxError."""
         self._check_size(path, content)
         await self._ask_files("write", type(None), path=path, content=content)
 

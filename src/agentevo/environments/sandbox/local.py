@@ -287,7 +287,6 @@ class LocalSandbox(SandboxClient):
         return await self._convert(reply.get(_REPLY_KEYS[do]), kind)
 
     async def close(self) -> None:
-        """See Sandbox.close."""
         self._is_closed = True
         await self._end()
 

@@ -130,7 +130,6 @@ class RemoteSandbox(SandboxClient):
         return await self._request(_FILE_REQUESTS[do](next(self._ids), **fields), kind, FILE_S)
 
     async def close(self) -> None:
-        """See Sandbox.close."""
         self._is_closed = True
         connection = self._connection
         self._connection = None
