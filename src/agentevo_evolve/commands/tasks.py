@@ -94,8 +94,7 @@ Source = Annotated[
     ),
 ]
 PerPassage = Annotated[
-    int,
-    typer.Option(min=1, max=100, help="For documents: the number of tasks per passage."),
+    int, typer.Option(min=1, max=100, help="For documents: the number of tasks per passage.")
 ]
 Worlds = Annotated[
     int,

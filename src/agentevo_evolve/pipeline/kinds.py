@@ -80,6 +80,8 @@ class StageKind:
     """Whether the kind's program creates the folder, as the commands that train do."""
     makes: ClassVar[tuple[str, ...]] = ()
     """Outputs that the kind always makes."""
+    places: ClassVar[Mapping[str, str]] = {}
+    """The paths of the outputs in the folder, by name. Default: their names."""
     trains_on: ClassVar[TrainsOn] = ""
     """The part of the recipe that the kind trains on, or stores for training. No held-out task may
     be in that part."""
@@ -117,7 +119,7 @@ class StageKind:
 
     def planned_outputs(self, folder: Path) -> dict[str, Path]:
         """The paths of the outputs, for checks before the stage has run."""
-        return {name: folder / name for name in self.makes}
+        return {name: folder / self.places.get(name, name) for name in (*self.makes, *self.places)}
 
 
 stage_kinds: Registry[StageKind] = Registry(

@@ -137,6 +137,7 @@ class PipelineProgress:
             decided = self._decide(instance)
             if decided is not None:
                 return decided
+            self._settle(instance)
 
         return None
 
@@ -146,18 +147,13 @@ class PipelineProgress:
         return len(self.settled) == len(self.plan.instances)
 
     def _decide(self, instance: Instance) -> StageStart | None:
+        """The start of the stage. None if it needs no process, and is settled."""
         state = self.state.stages[instance.id]
         failed = [need for need in instance.needs if self.state.stages[need].status not in DONE]
         if failed or not self._is_chosen(instance):
-            if state.status == "finished" or not failed:
-                self._settle(instance)  # a later call decides about this stage
-                return None
-
-            if state.status != "failed":
+            if failed and state.status not in ("finished", "failed"):
                 state.status = "waiting"
                 state.why = f"waits for {failed[0]}"
-
-            self._settle(instance)
             return None
 
         try:
@@ -170,7 +166,6 @@ class PipelineProgress:
             state.status = "failed"
             state.why = str(error)
             self.failures.append(f"{instance.id}: {error}")
-            self._settle(instance)
             return None
 
         if state.status != "skipped":
@@ -179,7 +174,6 @@ class PipelineProgress:
         self.state.stages[instance.id] = StageState(
             kind=instance.stage.kind, status="skipped", why=reason, starts=state.starts
         )
-        self._settle(instance)
         return None
 
     def _settle(self, instance: Instance) -> None:
@@ -239,7 +233,6 @@ class PipelineProgress:
         digest = digest_of(setting)
         is_same = state.digest == digest and instance.id not in self._rerun
         if state.status == "finished" and is_same and self._has_all_outputs(state):
-            self._settle(instance)
             return None
 
         is_begun = is_same and state.status in ("running", "stopped", "failed")

@@ -243,6 +243,7 @@ class MergeStage(StageKind):
     Options: ClassVar[type[Section]] = SourceOptions
     reads_recipe: ClassVar[bool] = False
     makes: ClassVar[tuple[str, ...]] = ("checkpoint",)
+    places: ClassVar[Mapping[str, str]] = {"checkpoint": "model"}
     measured: ClassVar[bool] = True
 
     def words(self, job: Job) -> list[str]:
@@ -253,9 +254,6 @@ class MergeStage(StageKind):
 
     def made(self, job: Job) -> StageResult:
         return StageResult({"checkpoint": job.folder / "model"})
-
-    def planned_outputs(self, folder: Path) -> dict[str, Path]:
-        return {"checkpoint": folder / "model"}
 
 
 class CommandOptions(Section):
@@ -278,6 +276,7 @@ class CommandStage(StageKind):
     about: ClassVar[str] = "any program: exit code 0 is success"
     Options: ClassVar[type[Section]] = CommandOptions
     reads_recipe: ClassVar[bool] = False
+    places: ClassVar[Mapping[str, str]] = {"file": "file", "checkpoint": "checkpoint"}
 
     def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
         for key in ("file", "checkpoint"):
@@ -305,9 +304,6 @@ class CommandStage(StageKind):
         file_names = {key: getattr(job.options, key) for key in ("file", "checkpoint")}
         return {key: job.folder / name for key, name in file_names.items() if name is not None}
 
-    def planned_outputs(self, folder: Path) -> dict[str, Path]:
-        return {"file": folder / "file", "checkpoint": folder / "checkpoint"}
-
 
 class PromptsStage(StageKind):
     about: ClassVar[str] = (
@@ -317,6 +313,7 @@ class PromptsStage(StageKind):
     makes: ClassVar[tuple[str, ...]] = ("file",)
     measured: ClassVar[bool] = True
     makes_texts: ClassVar[bool] = True
+    places: ClassVar[Mapping[str, str]] = {"file": "texts.yaml"}
 
     def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
         assert config is not None
@@ -354,14 +351,12 @@ class PromptsStage(StageKind):
 
         return StageResult({"file": job.folder / "texts.yaml"}, numbers, cost=cost)
 
-    def planned_outputs(self, folder: Path) -> dict[str, Path]:
-        return {"file": folder / "texts.yaml"}
-
 
 class RunStage(StageKind):
     """A run of `agentevo train` or `sft`, which resumes after its last step."""
 
     makes_folder: ClassVar[bool] = True
+    places: ClassVar[Mapping[str, str]] = {"checkpoint": "checkpoints/last"}
     makes: ClassVar[tuple[str, ...]] = ("checkpoint",)
 
     def __init__(self, command: str) -> None:
@@ -399,9 +394,6 @@ class RunStage(StageKind):
             sum(summary.get("tokens", {}).values()),
             sum(float(totals["cost"]) for totals in model_totals),
         )
-
-    def planned_outputs(self, folder: Path) -> dict[str, Path]:
-        return {"checkpoint": folder / "checkpoints" / "last"}
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:
@@ -471,6 +463,7 @@ class RewardModelStage(StageKind):
     makes_folder: ClassVar[bool] = True
     needs_environment: ClassVar[bool] = False
     makes: ClassVar[tuple[str, ...]] = ("checkpoint",)
+    places: ClassVar[Mapping[str, str]] = {"checkpoint": "model"}
 
     def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
         assert config is not None
@@ -500,9 +493,6 @@ class RewardModelStage(StageKind):
             ) from error
 
         return StageResult({"checkpoint": job.folder / "model"}, numbers)
-
-    def planned_outputs(self, folder: Path) -> dict[str, Path]:
-        return {"checkpoint": folder / "model"}
 
 
 EVALUATE = EvaluateStage()

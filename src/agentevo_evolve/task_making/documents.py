@@ -151,10 +151,7 @@ async def tasks_from_model(
         form = _form(passage, per_passage, language) if is_here else None
         try:
             reply = await model.generate(
-                prompt,
-                form=form,
-                seed=seed * 1_000_003 + number,
-                role="task writer",
+                prompt, form=form, seed=seed * 1_000_003 + number, role="task writer"
             )
         except AgentEvoError as error:
             failures.append(error)

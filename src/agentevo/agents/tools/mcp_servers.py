@@ -12,7 +12,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -40,7 +40,8 @@ class MCPServer(Toolset):
         self.name = server.name
         self._server = server
         self._section = section
-        self._known: _KnownServer | None = None
+        self._known: _McpSession | None = None
+        """The first session, whose tools and prompt later attempts do not request again."""
         self._room = asyncio.Semaphore(section.max_sessions)
         self._shared: _McpSession | None = None
 
@@ -61,7 +62,8 @@ class MCPServer(Toolset):
             server = _of_attempt(self._server, task, seed, send_task=self._section.send_task)
             session = _McpSession(server, self._section)
             try:
-                self._known = await session.learn_tools(self._known)
+                await session.learn_tools(self._known)
+                self._known = self._known or session
                 yield session
             finally:
                 await session.close()
@@ -69,14 +71,6 @@ class MCPServer(Toolset):
     async def close(self) -> None:
         if self._shared is not None:
             await self._shared.close()
-
-
-@dataclass(frozen=True)
-class _KnownServer:
-    """A server's tools and prompt, which later attempts do not request again."""
-
-    specs: Sequence[ToolSpec]
-    instructions: str
 
 
 class _McpSession(ToolSession):
@@ -98,15 +92,14 @@ class _McpSession(ToolSession):
         self._was_open = False
         self._has_to_tell_restart = False
 
-    async def learn_tools(self, known_server: _KnownServer | None) -> _KnownServer:
-        """The server's tools: the known tools, or those that the server lists. Raises
+    async def learn_tools(self, known: _McpSession | None) -> None:
+        """Takes the server's tools from a session that knows them, or lists them. Raises
         ToolUnavailableError, and EnvironmentFailure if the tool that `outcome` names is missing."""
-        if known_server is None:
+        if known is None:
             await self.prepare()
         else:
-            self.specs = self._shown(known_server.specs)
-            self.instructions = known_server.instructions
-        return _KnownServer(self._all, self.instructions)
+            self.specs = self._shown(known._all)
+            self.instructions = known.instructions
 
     def _shown(self, specs: Sequence[ToolSpec]) -> list[ToolSpec]:
         self._all = list(specs)

@@ -411,11 +411,7 @@ class AttemptTools:
         if not tool.is_cached:
             return await self._call_with_retries(tool, arguments)
 
-        key = (
-            tool.offer.toolset.name,
-            tool.spec.name,
-            json.dumps(arguments, sort_keys=True),
-        )
+        key = (tool.offer.toolset.name, tool.spec.name, json.dumps(arguments, sort_keys=True))
         return await self._cache.get(key, lambda: self._call_with_retries(tool, arguments))
 
     async def _call_with_retries(self, tool: _AttemptTool, arguments: dict[str, Any]) -> ToolResult:

@@ -17,12 +17,4 @@ from agentevo.environments.sandbox.sandbox import (
     sandboxes,
 )
 
-__all__ = [
-    "Execution",
-    "Failure",
-    "ProgramRun",
-    "Sandbox",
-    "SandboxTool",
-    "Sandboxes",
-    "sandboxes",
-]
+__all__ = ["Execution", "Failure", "ProgramRun", "Sandbox", "SandboxTool", "Sandboxes", "sandboxes"]

@@ -90,11 +90,7 @@ class Bubblewrap(LocalKind):
         settings = supervisor_settings(section, work="/sandbox", uid=uid if is_root else None)
 
         return SandboxLaunch(
-            argv,
-            settings,
-            pass_fds=(read,),
-            uid=None if is_root else uid,
-            owned_uid=uid,
+            argv, settings, pass_fds=(read,), uid=None if is_root else uid, owned_uid=uid
         )
 
 
@@ -164,11 +160,7 @@ def _system_folder(path: str) -> list[str]:
 
 
 def visible_words(
-    disk_mib: int,
-    *,
-    packages: bool,
-    read_only: Sequence[str] = (),
-    read_write: Sequence[str] = (),
+    disk_mib: int, *, packages: bool, read_only: Sequence[str] = (), read_write: Sequence[str] = ()
 ) -> list[str]:
     """The arguments for a separate file system: the system's files, this Python (with its
     `packages`), and the named paths of the host. Raises SandboxError for a Python that can't be

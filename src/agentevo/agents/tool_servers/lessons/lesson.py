@@ -131,11 +131,7 @@ async def _demonstrate(
 
 
 async def _play(
-    lesson: Lesson,
-    row: Mapping[str, Any],
-    tools: AttemptTools,
-    draw: random.Random,
-    quits: float,
+    lesson: Lesson, row: Mapping[str, Any], tools: AttemptTools, draw: random.Random, quits: float
 ) -> dict[str, Any]:
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": lesson.instructions},
