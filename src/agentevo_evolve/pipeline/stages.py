@@ -358,9 +358,7 @@ class RunStage(StageKind):
     makes_folder: ClassVar[bool] = True
     places: ClassVar[Mapping[str, str]] = {"checkpoint": "checkpoints/last"}
     makes: ClassVar[tuple[str, ...]] = ("checkpoint",)
-
-    def __init__(self, command: str) -> None:
-        self.command = command
+    command: ClassVar[str] = "train"
 
     def words(self, job: Job) -> list[str]:
         option = "--resume" if job.resume else "run.overwrite=true"
@@ -414,9 +412,6 @@ class TrainStage(RunStage):
     trains_on: ClassVar[TrainsOn] = "tasks"
     measured: ClassVar[bool] = True
 
-    def __init__(self) -> None:
-        super().__init__("train")
-
     def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
         assert config is not None
         if config.trainer.epochs == 0:
@@ -428,9 +423,7 @@ class SftStage(RunStage):
     trains_on: ClassVar[TrainsOn] = "conversations"
     measured: ClassVar[bool] = True
     needs_environment: ClassVar[bool] = False
-
-    def __init__(self) -> None:
-        super().__init__("sft")
+    command: ClassVar[str] = "sft"
 
     def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
         assert config is not None
@@ -441,9 +434,6 @@ class SampleStage(RunStage):
     about: ClassVar[str] = "attempts at training tasks, scored and kept, without any update"
     chooses_engine: ClassVar[bool] = True
     trains_on: ClassVar[TrainsOn] = "tasks"
-
-    def __init__(self) -> None:
-        super().__init__("train")
 
     def fixed_settings(self, options: Any) -> Mapping[str, Any]:
         return {"trainer": {"epochs": 0}, "cold_start": {"episodes": 0}}

@@ -22,7 +22,7 @@ from agentevo.agents.tools.word_split import separate
 from agentevo.errors import ConfigError
 from agentevo.runtime.cpu_threads import check_threads
 from agentevo.runtime.extras import load_extra
-from agentevo.runtime.parsing import ParseError, check_file, parse_json
+from agentevo.runtime.parsing import check_file, parse_json
 
 MAX_QUERY = 1000
 """The number of characters of a query that are used."""
@@ -63,22 +63,19 @@ def read_corpus(path: str) -> list[Passage]:
     try:
         with open(path, encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    passages.append(_read_passage(line, len(passages), f"{path}:{number}"))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+                if not line.strip():
+                    continue
+                try:
+                    passages.append(passage_of(parse_json(line), len(passages)))
+                except ValueError as error:
+                    raise ConfigError(f"{path}:{number}: {error}") from error
+    except (OSError, ValueError) as error:
         raise ConfigError(f"the corpus {path} can't be read: {error}") from error
 
     if not passages:
         raise ConfigError(f"the corpus {path} has no passages")
 
     return passages
-
-
-def _read_passage(line: str, number: int, where: str) -> Passage:
-    try:
-        return passage_of(parse_json(line), number)
-    except (ParseError, ValueError) as error:
-        raise ConfigError(f"{where}: {error}") from error
 
 
 def passage_of(row: Any, number: int = 0) -> Passage:
