@@ -158,7 +158,7 @@ def test_a_key_is_sent_and_never_shown(monkeypatch):
         with pytest.raises(ToolUnavailableError, match=r"HTTP 401: Bearer \*\*\* is not known"):
             played([], **{**good, "api_key": "${env:WRONG_KEY}", "start_timeout_s": 2})
 
-    with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY holds no key"):
         played([], url=good["url"], api_key="${env:NO_SUCH_KEY}")
 
 
