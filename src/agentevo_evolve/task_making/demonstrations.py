@@ -53,25 +53,26 @@ def demonstration(
 
 
 def finish_tasks(
-    made: MadeTasks, writer: RemoteModel | None, *, seed: int, num_shown: int, system: str
+    tasks: MadeTasks, writer: RemoteModel | None, *, seed: int, num_shown: int, system: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Rewords the tasks of a server with the writer, which is closed. Returns their account, and
     `num_shown` conversations that solve random training tasks. `system`: the agent's system
     message. Raises AgentEvoError if the writer never replies."""
-    account = {**made.account, "seed": seed}
+    account = {**tasks.account, "seed": seed}
     if writer is not None:
-        rows = [*made.train, *made.held_out]
+        rows = [*tasks.train, *tasks.held_out]
         with closing(writer):
-            work = reword_tasks(rows, writer, made.survey.names, seed=seed)
+            work = reword_tasks(rows, writer, tasks.survey.names, seed=seed)
             rows, account["writer"] = run_coroutine(work)
 
-        num_train = len(made.train)
-        made.train = rows[:num_train]
-        made.held_out = rows[num_train:]
+        num_train = len(tasks.train)
+        tasks.train = rows[:num_train]
+        tasks.held_out = rows[num_train:]
 
     draw = random.Random(f"demonstrations-{seed}")
     shown = [
-        demonstration(draw.choice(made.train), made.survey.specs, system) for _ in range(num_shown)
+        demonstration(draw.choice(tasks.train), tasks.survey.specs, system)
+        for _ in range(num_shown)
     ]
     return account, shown
 

@@ -162,13 +162,13 @@ async def _try_tool(tools: AttemptTools, surveyed: Survey, name: str, draw: rand
 async def _changes(world: ToolWorld, surveyed: Survey, name: str) -> bool:
     """Whether a call of the tool changes the result of any other tool."""
     call = surveyed.answered[name]
-    others = [(other, answer.arguments) for other, answer in surveyed.answered.items()]
-    others = [(other, arguments) for other, arguments in others if other != name]
+    other_calls = [(other, answer.arguments) for other, answer in surveyed.answered.items()]
+    other_calls = [(other, arguments) for other, arguments in other_calls if other != name]
     async with world.open(0) as tools:
         for _ in range(2):  # the first round makes the changes that these calls cause themselves
-            before = await call_all(tools, others)
+            before = await call_all(tools, other_calls)
         first = await call_tool(tools, name, call.arguments)
-        after = await call_all(tools, others)
+        after = await call_all(tools, other_calls)
         repeated = await call_tool(tools, name, call.arguments)
 
     is_same = [result.text for result in before] == [result.text for result in after]

@@ -61,33 +61,33 @@ class Retriever(Starlette):
         if self._key is not None and not hmac.compare_digest(shown, f"Bearer {self._key}".encode()):
             raise HTTPException(401, "the key is missing or wrong: Authorization: Bearer KEY")
 
-        wanted = self._read(await _body(request))
-        return _response(await in_thread(lambda: self._find(wanted)))
+        retrieval = self._read(await _body(request))
+        return _response(await in_thread(lambda: self._find(retrieval)))
 
     def _read(self, body: bytes) -> _RetrievalRequest:
         try:
-            wanted = msgspec.json.decode(body, type=_RetrievalRequest)
+            retrieval = msgspec.json.decode(body, type=_RetrievalRequest)
         except (msgspec.DecodeError, RecursionError) as error:
             example = '{"queries": ["..."], "topk": 3, "return_scores": true}'
             raise HTTPException(400, f"{error}: write {example}") from None
 
-        top_k = self._top_k if wanted.topk is None else wanted.topk
+        top_k = self._top_k if retrieval.topk is None else retrieval.topk
         if not 1 <= top_k <= MAX_TOP_K:
             raise HTTPException(400, f"topk is {str(top_k)[:20]}: give 1 to {MAX_TOP_K}")
-        if not 1 <= len(wanted.queries) <= MAX_QUERIES:
-            raise HTTPException(400, f"{len(wanted.queries)} queries: give 1 to {MAX_QUERIES}")
+        if not 1 <= len(retrieval.queries) <= MAX_QUERIES:
+            raise HTTPException(400, f"{len(retrieval.queries)} queries: give 1 to {MAX_QUERIES}")
 
-        wanted.topk = top_k
-        return wanted
+        retrieval.topk = top_k
+        return retrieval
 
-    def _find(self, wanted: _RetrievalRequest) -> dict[str, Any]:
+    def _find(self, retrieval: _RetrievalRequest) -> dict[str, Any]:
         lists = []
-        for query in wanted.queries:
-            matches = self._index.find(query, wanted.topk or self._top_k)
+        for query in retrieval.queries:
+            matches = self._index.find(query, retrieval.topk or self._top_k)
             lists.append(
                 [
                     {"document": _document(passage), "score": score}
-                    if wanted.return_scores
+                    if retrieval.return_scores
                     else _document(passage)
                     for passage, score in matches
                 ]

@@ -173,8 +173,8 @@ class Hotel(Lesson):
             for number, price in zip(numbers[:4], draw.sample(range(20, 100), 4), strict=True)
         ]
 
-        elsewhere = {"city": draw.choice(HOTEL_CITIES), "kind": draw.choice(KINDS), "price": 15}
-        rooms += [{"room": number, **elsewhere} for number in numbers[4:]]
+        distant_room = {"city": draw.choice(HOTEL_CITIES), "kind": draw.choice(KINDS), "price": 15}
+        rooms += [{"room": number, **distant_room} for number in numbers[4:]]
         rooms = draw.sample(rooms, len(rooms))
 
         taken = {"room": numbers[0], "guest": second_guest, "nights": draw.randint(1, 9)}
