@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentevo.environments.arithmetic import (
+from agentevo.environments.countdown import (
+    CountdownConfig,
+    CountdownEnvironment,
     evaluate,
     random_expression,
     random_expression_success,
     solve,
 )
-from agentevo.environments.countdown import CountdownConfig, CountdownEnvironment
 from agentevo.errors import EnvironmentFailure
 from examples import examples
 

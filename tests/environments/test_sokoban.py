@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentevo.environments import sokoban
-from agentevo.environments.sokoban import SokobanConfig, SokobanEnvironment
-from agentevo.environments.sokoban_rooms import (
+from agentevo.environments.sokoban import (
     PLAYER_BITS,
+    SokobanConfig,
+    SokobanEnvironment,
     SokobanRoom,
     distances,
     random_player_success,

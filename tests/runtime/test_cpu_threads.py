@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from agentevo.agents.tools.dense import Encoder
+from agentevo.agents.tools.corpus import Encoder
 from agentevo.config import ModelSection
 from agentevo.errors import ModelError
 from agentevo.models.files.load import load_model

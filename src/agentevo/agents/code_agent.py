@@ -29,7 +29,7 @@ from agentevo.agents.history import History
 from agentevo.agents.policy import Policy
 from agentevo.agents.single_turn import conversation_of, with_examples, with_system
 from agentevo.agents.task_agent import ask_once, asks_once
-from agentevo.agents.tools.shorten import shorten_text
+from agentevo.agents.tools.tool import shorten_text
 from agentevo.agents.tools.toolbox import AttemptTools
 from agentevo.agents.tools_agent import ToolsAgent
 from agentevo.config.agents import CodeAgentSection, agents

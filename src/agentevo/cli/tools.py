@@ -128,7 +128,7 @@ def _serve_retriever(
 ) -> None:
     from agentevo.agents.tool_servers.http_serving import listen, read_key
     from agentevo.agents.tool_servers.retriever import MAX_TOP_K, Retriever
-    from agentevo.agents.tools.indexes import corpus_index
+    from agentevo.agents.tools.corpus import corpus_index
 
     if name != "search":
         raise ConfigError(f"--search-r1: {name} has no corpus: serve the tool search")

@@ -301,9 +301,7 @@ def _read_form(base: str, config: OpenEnvConfig) -> OpenEnvForm:
 
     try:
         with httpx.Client(
-            timeout=config.call_timeout_s,
-            trust_env=not is_loopback(base),
-            verify=trusted_context(),
+            timeout=config.call_timeout_s, trust_env=not is_loopback(base), verify=trusted_context()
         ) as client:
             schema = client.get(f"{base}/schema").raise_for_status().json()["action"]
             metadata = client.get(f"{base}/metadata")

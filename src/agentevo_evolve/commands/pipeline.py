@@ -33,16 +33,14 @@ Resume = Annotated[
     bool, typer.Option("--resume", help="Resume: finished and unchanged stages do not run again.")
 ]
 Only = Annotated[
-    list[str] | None,
-    typer.Option(metavar="STAGE", help="Run only this stage. Repeatable."),
+    list[str] | None, typer.Option(metavar="STAGE", help="Run only this stage. Repeatable.")
 ]
 From = Annotated[
     str | None,
     typer.Option("--from", metavar="STAGE", help="Run this stage and all that depend on it again."),
 ]
 Skip = Annotated[
-    list[str] | None,
-    typer.Option(metavar="STAGE", help="Skip this stage. Repeatable."),
+    list[str] | None, typer.Option(metavar="STAGE", help="Skip this stage. Repeatable.")
 ]
 DryRun = Annotated[
     bool,

@@ -12,7 +12,6 @@ import typer
 from agentevo.cli.arguments import Overrides, plain_options, refuse_options
 from agentevo.cli.printing import print_note
 from agentevo.errors import ConfigError
-from agentevo_evolve.commands.documents import make_from_documents
 
 if TYPE_CHECKING:
     from agentevo.config.tools import ToolSection
@@ -94,8 +93,7 @@ Source = Annotated[
     ),
 ]
 PerPassage = Annotated[
-    int,
-    typer.Option(min=1, max=100, help="For documents: the number of tasks per passage."),
+    int, typer.Option(min=1, max=100, help="For documents: the number of tasks per passage.")
 ]
 Worlds = Annotated[
     int,
@@ -210,7 +208,7 @@ def make(
             raise ConfigError("--language: documents have questions in one language: give one")
 
         counts = {"train": train, "held_out": held_out, "per_passage": per_passage, "seed": seed}
-        make_from_documents(
+        _make_from_documents(
             [Path(word) for word in source],
             out,
             counts,
@@ -254,6 +252,73 @@ def make(
     _write(out, made_tasks, wanted_tasks, model, demonstrations, system)
 
 
+def _make_from_documents(
+    files: Sequence[Path],
+    out: Path,
+    task_options: dict[str, Any],
+    *,
+    language: str,
+    after: Path | None,
+    model: RemoteModel | None,
+) -> None:
+    """Makes cloze sentences, or a model's questions. Also writes the passages as a corpus for the
+    tool `search`. `task_options`: train, held_out, per_passage and seed. Raises ConfigError."""
+    from agentevo.runtime.progress import bar
+    from agentevo_evolve.task_making.curriculum_tasks import remaining_questions
+    from agentevo_evolve.task_making.document_files import read_documents
+    from agentevo_evolve.task_making.documents import check_made, make_read_tasks, passage_row
+    from agentevo_evolve.task_making.files import write_made
+
+    held_out = task_options["held_out"]
+    if after is not None and held_out:
+        raise ConfigError("--after makes tasks to train on: give --held-out 0")
+
+    remaining = None if after is None else remaining_questions(after)
+    documents = read_documents(files)
+    if note := documents.note():
+        print_note(note)
+
+    passages = documents.passages
+    with bar("making tasks", task_options["train"] + held_out, "tasks") as so_far:
+        made_tasks = make_read_tasks(
+            passages,
+            model,
+            language=language,
+            earlier_questions=() if remaining is None else remaining.asked_questions,
+            progress=so_far.to,
+            **task_options,
+        )
+
+    num_new = len(made_tasks.train) + len(made_tasks.held_out)
+
+    if remaining is None:
+        check_made(made_tasks, held_out)
+    else:  # where the documents have no more, what was solved is all that there is
+        made_tasks.train = [*remaining.unsolved, *made_tasks.train] or remaining.solved
+
+    # With --after, the corpus of the first tasks stays the agent's.
+    corpus = list(map(passage_row, passages)) if remaining is None else []
+    account = {
+        "train": len(made_tasks.train),
+        "held_out": len(made_tasks.held_out),
+        "passages": len(passages),
+    }
+    write_made(
+        out,
+        train=made_tasks.train,
+        held_out=made_tasks.held_out,
+        corpus=corpus,
+        account={**account, "writer": made_tasks.reasons, "seed": task_options["seed"]},
+    )
+    print(f"tasks        {account['train']} to train on, {account['held_out']} held out")
+    where = f", in {out / 'corpus.jsonl'}" if remaining is None else ""
+    print(f"passages     {len(passages)}{where}")
+
+    if missing := task_options["train"] + held_out - num_new:
+        why = "; ".join(f"{reason}: {count}" for reason, count in made_tasks.reasons.items())
+        print_note(f"{missing} fewer than requested ({why or 'the documents have no more'})")
+
+
 def _open_writer(
     word: str | None, name: str, key: str | None, after: Path | None
 ) -> RemoteModel | None:
@@ -263,7 +328,7 @@ def _open_writer(
 
     from agentevo.inference.remote_models.model import RemoteModel
     from agentevo.runs.folder.run_folder import UNSCORED, check_run_folder, run_config
-    from agentevo_evolve.task_making.writer_model import writer_section
+    from agentevo_evolve.task_making.writer import writer_section
 
     remote_models = (
         {} if after is None else run_config(check_run_folder(after), UNSCORED).remote_models
@@ -320,31 +385,12 @@ def _write(
     num_shown: int,
     system: str,
 ) -> None:
-    import random
-
-    from agentevo.runtime.event_loop import run_coroutine
-    from agentevo_evolve.task_making.demonstrations import demonstration
+    from agentevo_evolve.task_making.demonstrations import finish_tasks
     from agentevo_evolve.task_making.files import write_made
-    from agentevo_evolve.task_making.writer import reword_tasks
 
-    account = {**made_tasks.account, "seed": wanted_tasks.seed}
-    if model is not None:
-        try:
-            written = [*made_tasks.train, *made_tasks.held_out]
-            work = reword_tasks(written, model, made_tasks.survey.names, seed=wanted_tasks.seed)
-            rows, account["writer"] = run_coroutine(work)
-        finally:
-            model.close()
-        made_tasks.train, made_tasks.held_out = (
-            rows[: len(made_tasks.train)],
-            rows[len(made_tasks.train) :],
-        )
-
-    draw = random.Random(f"demonstrations-{wanted_tasks.seed}")
-    shown = [
-        demonstration(draw.choice(made_tasks.train), made_tasks.survey.specs, system)
-        for _ in range(num_shown)
-    ]
+    account, shown = finish_tasks(
+        made_tasks, model, seed=wanted_tasks.seed, num_shown=num_shown, system=system
+    )
     write_made(
         out,
         train=made_tasks.train,

@@ -28,6 +28,7 @@ from agentevo.config import sources
 from agentevo.config.field_words import entry_problem
 from agentevo.config.mcp import MCPServerSection
 from agentevo.config.remote_models import RemoteModelSection
+from agentevo.config.sweep import nest_keys
 from agentevo.config.texts import with_texts_of_file
 from agentevo.config.tool_entries import ToolEntry
 from agentevo.config.tools import ToolSection, tool_entry
@@ -171,7 +172,7 @@ def read_evolution(
     path = sources.find_recipe(target) if is_file else None
     tree: dict[str, Any] = {} if path is None else sources.read_yaml(path)
     changes = sources.overridden(overrides, lambda key: key.endswith(("name", "server")))
-    tree = sources.overlay(tree, _nest_keys(changes))
+    tree = sources.overlay(tree, nest_keys(changes))
     section = tree.pop("evolve", None) or {}
     if not isinstance(section, Mapping):
         raise ConfigError("evolve must be a section, such as {rounds: 3}")
@@ -326,12 +327,6 @@ def _in_folder(section: Any, home: Path) -> Any:
     if isinstance(section, MCPServerSection) and section.command and section.sandbox is None:
         changes["cwd"] = home / (section.cwd or ".")
     return section.model_copy(update=changes)
-
-
-def _nest_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
-    from agentevo.config.sweep import nest_keys
-
-    return nest_keys(changes)
 
 
 def _yaml(tree: Mapping[str, Any]) -> str:

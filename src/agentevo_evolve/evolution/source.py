@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from agentevo.agents.tools.corpus import Passage
 from agentevo.config.mcp import MCPServerSection
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.config.tools import FunctionToolSection
@@ -27,13 +25,12 @@ from agentevo.rollout.task_files import write_rows
 from agentevo.runtime.event_loop import run_coroutine
 from agentevo.runtime.progress import bar
 from agentevo_evolve.evolution.schema import EvolveSection
-from agentevo_evolve.task_making.demonstrations import demonstration, show_lookups
+from agentevo_evolve.task_making.demonstrations import finish_tasks, show_lookups
 from agentevo_evolve.task_making.document_files import Documents, changed_files, read_documents
-from agentevo_evolve.task_making.documents import check_made, tasks_from_gaps, tasks_from_model
+from agentevo_evolve.task_making.documents import check_made, make_read_tasks, passage_row
 from agentevo_evolve.task_making.files import CORPUS, DOCUMENTS
 from agentevo_evolve.task_making.server_tasks import WantedTasks, check_wanted, make_tasks
-from agentevo_evolve.task_making.writer import reword_tasks
-from agentevo_evolve.task_making.writer_model import writer_section
+from agentevo_evolve.task_making.writer import writer_section
 
 Note = Callable[[str], None]
 
@@ -51,35 +48,35 @@ class FirstTasks:
     """The paths and sha256 of the documents."""
 
 
-class TaskOrigin(Protocol):
+class TaskOrigin(ABC):
     """A source of tasks. `tasks` is the folder of the first tasks, which may not exist yet."""
 
     def check(self, tasks: Path) -> str:
         """Raises ConfigError for problems that can be found before a task is made. Writes the files
         that a check of the tools needs into the folder, which is deleted later. Returns a
         description of the source, or an empty text."""
-        ...
+        return ""
 
+    @abstractmethod
     def sections(self, tasks: Path) -> list[Any]:
         """The sections of the policy's tools."""
-        ...
 
+    @abstractmethod
     def make(self, note: Note, scratch: Path) -> FirstTasks:
         """Makes the tasks. Blocks. Raises ConfigError, AgentEvoError. `scratch`: a temporary
         folder."""
-        ...
 
+    @abstractmethod
     def words(self, recipe: Path, tasks: Path) -> list[str]:
         """The command line of `agentevo data make` for a later round, without --seed, --after and
         --out."""
-        ...
 
     def changes(self, tasks: Path) -> str:
         """A description of the changes since the first tasks were made. Empty if there are none."""
-        ...
+        return ""
 
 
-class ServerSource:
+class ServerSource(TaskOrigin):
     """The tools of a server, or of the recipe."""
 
     def __init__(
@@ -101,41 +98,27 @@ class ServerSource:
         check_wanted(self.wanted)
         self._writer = _writer_of(section, models)
 
-    def check(self, tasks: Path) -> str:
-        """See TaskOrigin."""
-        return ""
-
     def sections(self, tasks: Path) -> list[Any]:
-        """See TaskOrigin."""
         return self._tools
 
     def make(self, note: Note, scratch: Path) -> FirstTasks:
-        """See TaskOrigin. Real calls are made."""
+        """Makes real calls."""
         request = self.wanted
         with bar("making tasks", request.train + request.held_out, "tasks") as so_far:
             work = make_tasks(self._tools, request, on_note=note, progress=so_far.to)
             tasks_made = run_coroutine(work)
 
-        account = {**tasks_made.account, "seed": request.seed}
-        if self._writer is not None:
-            with closing(RemoteModel("writer", self._writer)) as model:
-                rows = [*tasks_made.train, *tasks_made.held_out]
-                written = reword_tasks(rows, model, tasks_made.survey.names, seed=request.seed)
-                rows, account["writer"] = run_coroutine(written)
-            tasks_made.train, tasks_made.held_out = (
-                rows[: len(tasks_made.train)],
-                rows[len(tasks_made.train) :],
-            )
-
-        draw = random.Random(f"demonstrations-{request.seed}")
-        shown = [
-            demonstration(draw.choice(tasks_made.train), tasks_made.survey.specs, self._system)
-            for _ in range(self._section.demonstrations.count)
-        ]
+        writer = None if self._writer is None else RemoteModel("writer", self._writer)
+        account, shown = finish_tasks(
+            tasks_made,
+            writer,
+            seed=request.seed,
+            num_shown=self._section.demonstrations.count,
+            system=self._system,
+        )
         return FirstTasks(tasks_made.train, tasks_made.held_out, account, shown)
 
     def words(self, recipe: Path, tasks: Path) -> list[str]:
-        """See TaskOrigin."""
         section = self._section.tasks
         words = ["--train", str(self._section.new_tasks), "--held-out", "0"]
         words += ["--worlds", str(section.worlds)]
@@ -154,12 +137,8 @@ class ServerSource:
         ]
         return [*words, *_writer_words(self._section), str(recipe)]
 
-    def changes(self, tasks: Path) -> str:
-        """See TaskOrigin."""
-        return ""
 
-
-class DocumentsSource:
+class DocumentsSource(TaskOrigin):
     """Texts, corpora and folders of both, with the tool `search` over their passages."""
 
     def __init__(
@@ -187,14 +166,12 @@ class DocumentsSource:
         return read_documents(self._paths)
 
     def check(self, tasks: Path) -> str:
-        """See TaskOrigin."""
         read = self.documents
-        write_rows([_row(read.passages[0])], tasks / CORPUS)
+        write_rows([passage_row(read.passages[0])], tasks / CORPUS)
         counts_text = f"{len(read.digests):,} documents, {len(read.passages):,} passages"
         return "; ".join(filter(None, (counts_text, read.note())))
 
     def sections(self, tasks: Path) -> list[Any]:
-        """See TaskOrigin."""
         corpus = {"corpus": str(tasks / CORPUS)}
         search_tools = [tool for tool in self._given if _is_search(tool)]
         with_corpus = [
@@ -210,38 +187,24 @@ class DocumentsSource:
         )
 
     def make(self, note: Note, scratch: Path) -> FirstTasks:
-        """See TaskOrigin."""
         if left_out_note := self.documents.note():
             note(left_out_note)
 
         passages = self.documents.passages
         tasks = self._section.tasks
-        corpus = [_row(passage) for passage in passages]
+        corpus = [passage_row(passage) for passage in passages]
 
         with bar("making tasks", tasks.train + tasks.held_out, "tasks") as so_far:
-            if self._writer is None:
-                tasks_made = tasks_from_gaps(
-                    passages,
-                    train=tasks.train,
-                    held_out=tasks.held_out,
-                    per_passage=tasks.per_passage,
-                    seed=self._seed,
-                    progress=so_far.to,
-                )
-            else:
-                with closing(RemoteModel("writer", self._writer)) as model:
-                    tasks_made = run_coroutine(
-                        tasks_from_model(
-                            passages,
-                            model,
-                            language=tasks.languages[0],
-                            train=tasks.train,
-                            held_out=tasks.held_out,
-                            per_passage=tasks.per_passage,
-                            seed=self._seed,
-                            progress=so_far.to,
-                        )
-                    )
+            tasks_made = make_read_tasks(
+                passages,
+                None if self._writer is None else RemoteModel("writer", self._writer),
+                language=tasks.languages[0],
+                train=tasks.train,
+                held_out=tasks.held_out,
+                per_passage=tasks.per_passage,
+                seed=self._seed,
+                progress=so_far.to,
+            )
 
         check_made(tasks_made, tasks.held_out)
         write_rows(corpus, scratch / CORPUS)
@@ -279,7 +242,6 @@ class DocumentsSource:
         return FirstTasks(tasks_made.train, tasks_made.held_out, account, shown, corpus, read)
 
     def words(self, recipe: Path, tasks: Path) -> list[str]:
-        """See TaskOrigin."""
         section = self._section.tasks
         words = [str(tasks / CORPUS), "--held-out", "0"]
         words += ["--train", str(self._section.new_tasks)]
@@ -287,7 +249,6 @@ class DocumentsSource:
         return [*words, *_writer_words(self._section)]
 
     def changes(self, tasks: Path) -> str:
-        """See TaskOrigin."""
         rows = [row.value for row in read_rows(str(tasks / DOCUMENTS))]
         changed = changed_files({str(row["path"]): str(row["sha256"]) for row in rows})
         if not changed:
@@ -298,10 +259,6 @@ class DocumentsSource:
             f"{changed[0]}{rest} changed since the tasks were made: this run continues with the "
             "old content; use a new run.dir for the new content"
         )
-
-
-def _row(passage: Passage) -> dict[str, Any]:
-    return {"id": passage.id, "title": passage.title, "text": passage.text}
 
 
 def _is_search(section: Any) -> bool:

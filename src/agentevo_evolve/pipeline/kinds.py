@@ -80,6 +80,8 @@ class StageKind:
     """Whether the kind's program creates the folder, as the commands that train do."""
     makes: ClassVar[tuple[str, ...]] = ()
     """Outputs that the kind always makes."""
+    places: ClassVar[Mapping[str, str]] = {}
+    """The paths of the outputs in the folder, by name. Default: their names."""
     trains_on: ClassVar[TrainsOn] = ""
     """The part of the recipe that the kind trains on, or stores for training. No held-out task may
     be in that part."""
@@ -117,23 +119,23 @@ class StageKind:
 
     def planned_outputs(self, folder: Path) -> dict[str, Path]:
         """The paths of the outputs, for checks before the stage has run."""
-        return {name: folder / name for name in self.makes}
+        return {name: folder / self.places.get(name, name) for name in (*self.makes, *self.places)}
 
 
 stage_kinds: Registry[StageKind] = Registry(
     "stage_kinds",
     {
-        "train": "agentevo_evolve.pipeline.training_stages:TRAIN",
-        "sft": "agentevo_evolve.pipeline.training_stages:SFT",
-        "rm": "agentevo_evolve.pipeline.training_stages:REWARD_MODEL",
-        "sample": "agentevo_evolve.pipeline.training_stages:SAMPLE",
-        "evaluate": "agentevo_evolve.pipeline.data_stages:EVALUATE",
-        "score": "agentevo_evolve.pipeline.data_stages:SCORE",
-        "filter": "agentevo_evolve.pipeline.data_stages:FILTER",
-        "preferences": "agentevo_evolve.pipeline.data_stages:PREFERENCES",
-        "prompts": "agentevo_evolve.pipeline.prompt_stages:PROMPTS",
-        "merge": "agentevo_evolve.pipeline.model_stages:MERGE",
-        "command": "agentevo_evolve.pipeline.model_stages:COMMAND",
+        "train": "agentevo_evolve.pipeline.stages:TRAIN",
+        "sft": "agentevo_evolve.pipeline.stages:SFT",
+        "rm": "agentevo_evolve.pipeline.stages:REWARD_MODEL",
+        "sample": "agentevo_evolve.pipeline.stages:SAMPLE",
+        "evaluate": "agentevo_evolve.pipeline.stages:EVALUATE",
+        "score": "agentevo_evolve.pipeline.stages:SCORE",
+        "filter": "agentevo_evolve.pipeline.stages:FILTER",
+        "preferences": "agentevo_evolve.pipeline.stages:PREFERENCES",
+        "prompts": "agentevo_evolve.pipeline.stages:PROMPTS",
+        "merge": "agentevo_evolve.pipeline.stages:MERGE",
+        "command": "agentevo_evolve.pipeline.stages:COMMAND",
     },
 )
 """Kinds of stages by name."""

@@ -21,14 +21,17 @@ from agentevo.config.sweep import nest_keys
 from agentevo.errors import ConfigError
 from agentevo.inference.default_engine import installed_engines, load_with_engine
 from agentevo.runtime.files import must_write, write_atomic
-from agentevo_evolve.pipeline.conditions import condition
 from agentevo_evolve.pipeline.held_out import add_gains, why_rounds_end
 from agentevo_evolve.pipeline.kinds import Job
 from agentevo_evolve.pipeline.leaks import Leaks
 from agentevo_evolve.pipeline.plan import HELD_OUT, START, Instance
 from agentevo_evolve.pipeline.reading import Pipeline, read_options, stage_folder
-from agentevo_evolve.pipeline.references import StageReference, parse_reference, replace_references
-from agentevo_evolve.pipeline.setting import files_outside, replaced_texts, without_places
+from agentevo_evolve.pipeline.references import (
+    StageReference,
+    condition,
+    parse_reference,
+    replace_references,
+)
 from agentevo_evolve.pipeline.state import (
     Input,
     PipelineState,
@@ -37,9 +40,12 @@ from agentevo_evolve.pipeline.state import (
     as_setting,
     digest_of,
     digest_of_path,
+    files_outside,
     is_pipeline_folder,
     read_state,
+    replaced_texts,
     what_changed,
+    without_places,
     write_state,
 )
 
@@ -131,6 +137,7 @@ class PipelineProgress:
             decided = self._decide(instance)
             if decided is not None:
                 return decided
+            self._settle(instance)
 
         return None
 
@@ -140,18 +147,13 @@ class PipelineProgress:
         return len(self.settled) == len(self.plan.instances)
 
     def _decide(self, instance: Instance) -> StageStart | None:
+        """The start of the stage. None if it needs no process, and is settled."""
         state = self.state.stages[instance.id]
         failed = [need for need in instance.needs if self.state.stages[need].status not in DONE]
         if failed or not self._is_chosen(instance):
-            if state.status == "finished" or not failed:
-                self._settle(instance)  # a later call decides about this stage
-                return None
-
-            if state.status != "failed":
+            if failed and state.status not in ("finished", "failed"):
                 state.status = "waiting"
                 state.why = f"waits for {failed[0]}"
-
-            self._settle(instance)
             return None
 
         try:
@@ -164,7 +166,6 @@ class PipelineProgress:
             state.status = "failed"
             state.why = str(error)
             self.failures.append(f"{instance.id}: {error}")
-            self._settle(instance)
             return None
 
         if state.status != "skipped":
@@ -173,7 +174,6 @@ class PipelineProgress:
         self.state.stages[instance.id] = StageState(
             kind=instance.stage.kind, status="skipped", why=reason, starts=state.starts
         )
-        self._settle(instance)
         return None
 
     def _settle(self, instance: Instance) -> None:
@@ -233,7 +233,6 @@ class PipelineProgress:
         digest = digest_of(setting)
         is_same = state.digest == digest and instance.id not in self._rerun
         if state.status == "finished" and is_same and self._has_all_outputs(state):
-            self._settle(instance)
             return None
 
         is_begun = is_same and state.status in ("running", "stopped", "failed")

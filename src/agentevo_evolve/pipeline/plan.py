@@ -11,14 +11,18 @@ Invariant: an instance comes after all instances that it waits for. This module 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from agentevo.errors import ConfigError
 from agentevo.runtime.registry import nearest
-from agentevo_evolve.pipeline.conditions import condition
 from agentevo_evolve.pipeline.kinds import StageKind, stage_kinds
-from agentevo_evolve.pipeline.references import ReferenceProblem, StageReference, references_in
+from agentevo_evolve.pipeline.references import (
+    ReferenceProblem,
+    StageReference,
+    condition,
+    references_in,
+)
 from agentevo_evolve.pipeline.schema import PipelineConfig, StageConfig
 
 HELD_OUT = "held_out"
@@ -291,29 +295,15 @@ def _with_measurements(
         if instance.round > 1 and config.stages[instance.path[0]].stop is not None:
             waits_for |= {f"{need}@{HELD_OUT}": 0 for need in list(waits_for) if need in by_id}
 
-        planned = Instance(
-            instance.id,
-            instance.path,
-            instance.stage,
-            instance.kind,
-            instance.group,
-            instance.round,
-            tuple(waits_for),
-            None,
-        )
-        yield planned
+        yield replace(instance, needs=tuple(waits_for))
         if instance.id in by_id:
-            waits = (instance.id, f"{START}@{HELD_OUT}")
-            measurement = StageConfig(kind="evaluate", config=instance.stage.config)
-            yield Instance(
-                f"{instance.id}@{HELD_OUT}",
-                instance.path,
-                measurement,
-                kind,
-                instance.group,
-                instance.round,
-                waits,
-                instance.id,
+            yield replace(
+                instance,
+                id=f"{instance.id}@{HELD_OUT}",
+                stage=StageConfig(kind="evaluate", config=instance.stage.config),
+                kind=kind,
+                needs=(instance.id, f"{START}@{HELD_OUT}"),
+                measures=instance.id,
             )
 
 

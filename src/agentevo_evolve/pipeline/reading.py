@@ -38,8 +38,6 @@ from agentevo_evolve.pipeline.schema import PipelineConfig, StageConfig
 
 ENDING = ".pipeline.yaml"
 """The ending of a packaged pipeline's file name."""
-CLEAR_ERROR_TYPES = ("extra_forbidden", "missing", "value_error", "assertion_error")
-"""The types of pydantic errors whose message is clear, or is reworded here for pipelines."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,8 @@ def build_pipeline(
     try:
         config = PipelineConfig.model_validate({"name": name, **tree})
     except pydantic.ValidationError as error:
-        raise ConfigError("\n".join(_lines(error, where))) from error
+        lines = [f"{where}: {_wrong_entry(problem)}" for problem in error.errors()]
+        raise ConfigError("\n".join(lines)) from error
 
     home = (folder or Path.cwd()).absolute()
     pipeline = Pipeline(config, where, home, make_plan(config, where))
@@ -130,28 +129,8 @@ def build_pipeline(
     return pipeline
 
 
-def _lines(error: pydantic.ValidationError, where: str) -> list[str]:
-    lines = []
-    for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"])
-        what = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] not in CLEAR_ERROR_TYPES:
-            lines.append(f"{where}: {_wrong_value(problem)}")
-            continue
-
-        if problem["type"] == "extra_forbidden":
-            model = StageConfig if problem["loc"][0] == "stages" else PipelineConfig
-            guess = nearest(str(problem["loc"][-1]), list(model.model_fields))
-            hint = f": did you mean {guess}?" if guess else ""
-            what = f"is not a key of a {'stage' if model is StageConfig else 'pipeline'}{hint}"
-
-        lines.append(f"{where}: {shorten(key or 'pipeline')}: {what}")
-
-    return lines
-
-
-def _wrong_value(error: ErrorDetails) -> str:
-    """The line about a value of the wrong type or range, in a pipeline or in a stage."""
+def _wrong_entry(error: ErrorDetails) -> str:
+    """The line about a wrong key or value of a pipeline, or of one of its stages."""
     model: type[pydantic.BaseModel] = PipelineConfig
     place = ""
     loc = error["loc"]
@@ -160,8 +139,16 @@ def _wrong_value(error: ErrorDetails) -> str:
         place = f"{place}.stages.{loc[1]}"
         loc = loc[2:]
 
-    line = entry_problem(place, model, {**error, "loc": loc})
-    return line.removeprefix(".")
+    return _describe_problem(place, model, {**error, "loc": loc}).removeprefix(".")
+
+
+def _describe_problem(place: str, model: type[pydantic.BaseModel], error: ErrorDetails) -> str:
+    if error["type"] not in ("value_error", "assertion_error"):
+        return entry_problem(place, model, error)
+
+    # The wrong value may be a whole stage, which is too long to show.
+    key = ".".join(str(part) for part in (place, *error["loc"]))
+    return f"{shorten(key) or 'pipeline'}: {error['msg'].removeprefix('Value error, ')}"
 
 
 def _overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
@@ -319,25 +306,8 @@ def read_options(instance: Instance, options: Mapping[str, Any]) -> Any:
     try:
         return instance.kind.Options.model_validate(options)
     except pydantic.ValidationError as error:
-        lines = []
-        for wrong in error.errors():
-            key = ".".join(str(part) for part in wrong["loc"])
-            what = wrong["msg"].removeprefix("Value error, ")
-            if wrong["type"] not in CLEAR_ERROR_TYPES:
-                lines.append(entry_problem("options", instance.kind.Options, wrong))
-                continue
-
-            if wrong["type"] == "extra_forbidden":
-                known_options = ", ".join(instance.kind.Options.model_fields) or "none"
-                what = (
-                    f"is not an option of the kind {instance.stage.kind}, which has {known_options}"
-                )
-
-            if wrong["type"] == "missing":
-                what = "must be given"
-
-            lines.append(f"options.{key}: {what}")
-
+        kind_options = instance.kind.Options
+        lines = [_describe_problem("options", kind_options, wrong) for wrong in error.errors()]
         raise ConfigError("\n".join(lines)) from error
 
 

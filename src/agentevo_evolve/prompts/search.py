@@ -18,17 +18,19 @@ the seed, the round and the branch.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from agentevo.agents.named_texts import Kind
+from agentevo.agents.named_texts import Kind, as_examples, examples_of
 from agentevo.config.optimize import OptimizeSection
+from agentevo.config.texts import text_problem
+from agentevo.data.messages import messages_of
+from agentevo.errors import BadRequestError
 from agentevo.runtime.seeds import derive_seed
-from agentevo.types import Task
+from agentevo.types import Message, Task
 from agentevo_evolve.prompts.budget import BudgetSpentError
-from agentevo_evolve.prompts.examples import chosen_examples
 from agentevo_evolve.prompts.folder import Candidate, OptimizeFolder, PlayedAttempt, Record
-from agentevo_evolve.prompts.phrases import edit
 from agentevo_evolve.prompts.playing import JUDGED, SAMPLED, Playing
 from agentevo_evolve.prompts.writing import TextWriter, WriterFailedError, shown_attempts
 
@@ -249,3 +251,119 @@ def _merge_parents(first: Judged, second: Judged, draw: random.Random) -> Candid
     return Candidate(
         texts=texts, parent=first.candidate.id, how=f"merged with {second.candidate.id}"
     )
+
+
+_END = re.compile(r"(?<=[.!?])\s+|\n+")
+
+
+def sentences_of(text: str) -> list[str]:
+    """The sentences and lines of a text, without the space between them."""
+    return [sentence for sentence in (part.strip() for part in _END.split(text)) if sentence]
+
+
+def edit(text: str, phrases: Sequence[str], draw: random.Random) -> tuple[str, str] | None:
+    """Another text, and a description of the edit. None if no edit is possible. The space between
+    sentences (line breaks) is kept only if a sentence is added."""
+    sentences = sentences_of(text)
+    absent = [phrase for phrase in phrases if phrase not in text]
+    kinds = (["add"] * 2 if absent else []) + (["drop", "move"] if len(sentences) > 1 else [])
+    if not kinds:
+        return None
+
+    kind = draw.choice(kinds)
+    if kind == "add":
+        phrase = draw.choice(absent)
+        if not text:
+            return phrase, f"says: {phrase}"
+        first = draw.random() < 0.5
+        new = f"{phrase}\n{text}" if first else f"{text}\n{phrase}"
+        return new, f"says {'first' if first else 'last'}: {phrase}"
+
+    place = draw.randrange(len(sentences))
+    sentence = sentences.pop(place)
+    if kind == "drop":
+        return "\n".join(sentences), f"without: {sentence[:100]}"
+
+    target = draw.choice([number for number in range(len(sentences) + 1) if number != place])
+    sentences.insert(target, sentence)
+    return "\n".join(sentences), f"moved: {sentence[:100]}"
+
+
+def best_attempts(played: Sequence[PlayedAttempt]) -> list[PlayedAttempt]:
+    """An attempt of each task, the highest reward first. They are successful attempts or, if there
+    are none, attempts with a reward above the mean."""
+    completed = [
+        attempt for attempt in played if attempt.status == "completed" and attempt.messages
+    ]
+    good = [attempt for attempt in completed if attempt.success]
+    if not good and completed:
+        mean = sum(attempt.reward for attempt in completed) / len(completed)
+        good = [attempt for attempt in completed if attempt.reward > mean]
+
+    best: dict[str, PlayedAttempt] = {}
+    for candidate in sorted(
+        good, key=lambda attempt: (-attempt.reward, attempt.task, attempt.label, attempt.attempt)
+    ):
+        best.setdefault(candidate.task, candidate)
+
+    return list(best.values())
+
+
+def chosen_examples(
+    played: Sequence[PlayedAttempt], before: str, most: int, draw: random.Random
+) -> str | None:
+    """A text of at most `most` conversations, sampled from `best_attempts`. None if there are none.
+    `before`: the examples in these attempts' prompts, which are not the attempts' own
+    conversations."""
+    shown = [message for example in examples_of("examples", before) for message in example]
+    opening = common_opening([attempt for attempt in played if attempt.messages], shown)
+    talks = [
+        talk
+        for best_attempt in best_attempts(played)
+        if (talk := attempt_messages(best_attempt, opening))
+    ]
+    if not talks:
+        return None
+
+    count = min(len(talks), draw.randint(max(1, most // 2), most))
+    text = as_examples(draw.sample(talks, count))
+    return text if text_problem("examples", text) is None else None
+
+
+def common_opening(played: Sequence[PlayedAttempt], shown: Sequence[Message]) -> list[Message]:
+    """The common beginning of conversations, without system messages: the messages that the
+    conversations of all tasks share. For a single task, the examples in `shown`."""
+    openings = {attempt.task: _talk(attempt) for attempt in played}
+    talks = [talk for talk in openings.values() if talk]
+    if len(talks) < 2:
+        return list(shown)
+
+    common: list[Message] = []
+    for same in zip(*talks, strict=False):
+        if any(_said(message) != _said(same[0]) for message in same):
+            break
+        common.append(same[0])
+
+    return common
+
+
+def attempt_messages(played: PlayedAttempt, opening: Sequence[Message]) -> list[Message]:
+    """The attempt's conversation without system messages and without the common beginning. Empty if
+    it can't be an example."""
+    talk = _talk(played)
+    if [_said(message) for message in talk[: len(opening)]] == [
+        _said(message) for message in opening
+    ]:
+        talk = talk[len(opening) :]
+    return talk if talk and talk[-1].role == "assistant" else []
+
+
+def _talk(played: PlayedAttempt) -> list[Message]:
+    try:
+        return [message for message in messages_of(played.messages) if message.role != "system"]
+    except BadRequestError:
+        return []
+
+
+def _said(message: Message) -> tuple[str, str]:
+    return message.role, message.text

@@ -51,6 +51,13 @@ class ToolWorld:
         await self._toolbox.close()
 
 
+async def call_all(
+    tools: AttemptTools, calls: Sequence[tuple[str, Mapping[str, Any]]]
+) -> list[CallResult]:
+    """Makes real calls of these tools with these arguments, one after the other."""
+    return [await call_tool(tools, tool, arguments) for tool, arguments in calls]
+
+
 async def call_tool(tools: AttemptTools, tool: str, arguments: Mapping[str, Any]) -> CallResult:
     """Makes a real call."""
     call = StateCheck(tool=tool, arguments=dict(arguments), result="").call()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -18,9 +19,13 @@ import msgspec
 from agentevo.agents.tools.corpus import Passage
 from agentevo.agents.tools.state_checks import SOLVED_BY_CALLS
 from agentevo.config.tools import ToolSection
+from agentevo.inference.remote_models.model import RemoteModel
+from agentevo.runtime.event_loop import run_coroutine
 from agentevo_evolve.task_making.calls import ToolWorld, call_tool
 from agentevo_evolve.task_making.documents import search_query
 from agentevo_evolve.task_making.scenario import ScenarioStep, steps_of
+from agentevo_evolve.task_making.server_tasks import MadeTasks
+from agentevo_evolve.task_making.writer import reword_tasks
 
 DONE = "Done."
 SEARCH = "search"
@@ -45,6 +50,31 @@ def demonstration(
 
     messages.append({"role": "assistant", "content": str(row.get("answer") or DONE)})
     return {"messages": messages, "tools": list(specs)}
+
+
+def finish_tasks(
+    tasks: MadeTasks, writer: RemoteModel | None, *, seed: int, num_shown: int, system: str
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Rewords the tasks of a server with the writer, which is closed. Returns their account, and
+    `num_shown` conversations that solve random training tasks. `system`: the agent's system
+    message. Raises AgentEvoError if the writer never replies."""
+    account = {**tasks.account, "seed": seed}
+    if writer is not None:
+        rows = [*tasks.train, *tasks.held_out]
+        with closing(writer):
+            work = reword_tasks(rows, writer, tasks.survey.names, seed=seed)
+            rows, account["writer"] = run_coroutine(work)
+
+        num_train = len(tasks.train)
+        tasks.train = rows[:num_train]
+        tasks.held_out = rows[num_train:]
+
+    draw = random.Random(f"demonstrations-{seed}")
+    shown = [
+        demonstration(draw.choice(tasks.train), tasks.survey.specs, system)
+        for _ in range(num_shown)
+    ]
+    return account, shown
 
 
 async def show_lookups(

@@ -20,6 +20,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.inference.remote_models.model import RemoteModel
 from agentevo.models.chat.answer_form import AnswerForm
 from agentevo.rewards.answer_texts import jsons_in
+from agentevo.runtime.event_loop import run_coroutine
 from agentevo_evolve.task_making.document_files import SENTENCE
 from agentevo_evolve.task_making.scenario import CONTENT, is_held_out
 
@@ -113,6 +115,16 @@ def tasks_from_gaps(
     return tasks
 
 
+def make_read_tasks(
+    passages: Sequence[Passage], model: RemoteModel | None, *, language: str, **options: Any
+) -> ReadDocuments:
+    """Makes tasks from sentences with gaps, or from the questions of a model, which is closed."""
+    if model is None:
+        return tasks_from_gaps(passages, **options)
+    with closing(model):
+        return run_coroutine(tasks_from_model(passages, model, language=language, **options))
+
+
 async def tasks_from_model(
     passages: Sequence[Passage],
     model: RemoteModel,
@@ -139,10 +151,7 @@ async def tasks_from_model(
         form = _form(passage, per_passage, language) if is_here else None
         try:
             reply = await model.generate(
-                prompt,
-                form=form,
-                seed=seed * 1_000_003 + number,
-                role="task writer",
+                prompt, form=form, seed=seed * 1_000_003 + number, role="task writer"
             )
         except AgentEvoError as error:
             failures.append(error)
@@ -264,6 +273,11 @@ def _is_wanted(documents: ReadDocuments, passage: Passage, train: int, held_out:
 
 def _content(passage: Passage) -> str:
     return hashlib.sha256(passage.text.encode("utf-8", "replace")).hexdigest()[:16]
+
+
+def passage_row(passage: Passage) -> dict[str, Any]:
+    """A passage as a line of a corpus."""
+    return {"id": passage.id, "title": passage.title, "text": passage.text}
 
 
 def check_made(documents: ReadDocuments, held_out: int) -> None:

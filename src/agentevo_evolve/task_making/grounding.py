@@ -15,9 +15,11 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from agentevo.agents.tools.state_checks import StateCheck
 from agentevo.agents.tools.toolbox import AttemptTools
-from agentevo_evolve.task_making.calls import CallResult, ToolWorld, call_tool
+from agentevo_evolve.task_making.calls import ToolWorld, call_all, call_tool
 from agentevo_evolve.task_making.databases import answer_of
 from agentevo_evolve.task_making.questions import DatabaseQuestion
 from agentevo_evolve.task_making.scenario import Scenario, ScenarioStep
@@ -54,20 +56,17 @@ async def ground_scenario(
     has_state = any(step.changes for step in steps)
     questions = _questions(survey, steps, draw) if has_state else []
     async with world.open(number) as tools:
-        before = await _ask_all(tools, questions)
+        before = await call_all(tools, questions)
         grounded = await _run_steps(tools, survey, steps)
-        after = await _ask_all(tools, questions)
+        after = await call_all(tools, questions)
         value = None if has_state else await _value(tools, survey, grounded[-1])
 
     async with world.open(number, seed=1) as tools:  # the state in another attempt's session
         repeated = await _run_steps(tools, survey, steps)
-        if [repeated_step.result for repeated_step in repeated] != [
-            grounded_step.result for grounded_step in grounded
-        ]:
+        if [step.result for step in repeated] != [step.result for step in grounded]:
             raise UngroundedError("its calls give something else the second time", varies=True)
-        if [reply.text for reply in await _ask_all(tools, questions)] != [
-            reply.text for reply in after
-        ]:
+        now = await call_all(tools, questions)
+        if [reply.text for reply in now] != [reply.text for reply in after]:
             raise UngroundedError("it leaves another state the second time", varies=True)
 
     if value is not None:
@@ -112,16 +111,7 @@ async def _run_steps(
         if result.is_error:
             raise UngroundedError("a call is refused without the calls that were left out")
 
-        carried_out.append(
-            ScenarioStep(
-                tool=step.tool,
-                arguments=step.arguments,
-                found=step.found,
-                result=result.text,
-                changes=step.changes,
-                question=step.question,
-            )
-        )
+        carried_out.append(msgspec.structs.replace(step, result=result.text))
 
     return carried_out
 
@@ -182,12 +172,6 @@ def _questions(
 
 def _freeze(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
-
-
-async def _ask_all(
-    tools: AttemptTools, questions: Sequence[tuple[str, dict[str, Any]]]
-) -> list[CallResult]:
-    return [await call_tool(tools, tool, arguments) for tool, arguments in questions]
 
 
 def _answer(text: str, draw: random.Random) -> tuple[str, str]:

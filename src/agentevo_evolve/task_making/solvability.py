@@ -19,13 +19,7 @@ from agentevo.rollout.task_files import DEMONSTRATIONS, HELD_OUT, TRAIN, write_r
 from agentevo.runs.evaluation.evaluate import EvaluationRun, check_attempts, evaluate
 from agentevo.runs.evaluation.results import ResultsFolder
 from agentevo.runtime.parsing import read_json_object
-from agentevo_evolve.task_making.files import (
-    ACCOUNT,
-    CORPUS,
-    RESERVE,
-    made_rows,
-    write_made,
-)
+from agentevo_evolve.task_making.files import ACCOUNT, CORPUS, RESERVE, made_rows, write_made
 from agentevo_evolve.task_making.scenario import CONTENT
 
 RATE = "success_rate"
@@ -124,11 +118,7 @@ def _measure_solved(
         results = Path(scratch) / "results"
         write_rows(rows, played)
         evaluation = EvaluationRun(
-            target=target,
-            overrides=overrides,
-            tasks=[str(played)],
-            attempts=attempts,
-            out=results,
+            target=target, overrides=overrides, tasks=[str(played)], attempts=attempts, out=results
         )
         summary = evaluate(evaluation, note)
         check_attempts(summary)

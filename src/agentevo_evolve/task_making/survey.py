@@ -20,7 +20,7 @@ import msgspec
 
 from agentevo.agents.tools.toolbox import AttemptTools
 from agentevo.errors import ConfigError
-from agentevo_evolve.task_making.calls import CallResult, ToolWorld, call_tool
+from agentevo_evolve.task_making.calls import CallResult, ToolWorld, call_all, call_tool
 from agentevo_evolve.task_making.databases import SurveyedDatabase, find_database
 from agentevo_evolve.task_making.values import Values, properties
 
@@ -162,23 +162,17 @@ async def _try_tool(tools: AttemptTools, surveyed: Survey, name: str, draw: rand
 async def _changes(world: ToolWorld, surveyed: Survey, name: str) -> bool:
     """Whether a call of the tool changes the result of any other tool."""
     call = surveyed.answered[name]
-    other_calls = [answer for tool, answer in surveyed.answered.items() if tool != name]
+    other_calls = [(other, answer.arguments) for other, answer in surveyed.answered.items()]
+    other_calls = [(other, arguments) for other, arguments in other_calls if other != name]
     async with world.open(0) as tools:
         for _ in range(2):  # the first round makes the changes that these calls cause themselves
-            before = [
-                await call_tool(tools, other_call.tool, other_call.arguments)
-                for other_call in other_calls
-            ]
+            before = await call_all(tools, other_calls)
         first = await call_tool(tools, name, call.arguments)
-        after = [
-            await call_tool(tools, other_call.tool, other_call.arguments)
-            for other_call in other_calls
-        ]
+        after = await call_all(tools, other_calls)
         repeated = await call_tool(tools, name, call.arguments)
 
-    return first.text != repeated.text or [result.text for result in before] != [
-        result.text for result in after
-    ]
+    is_same = [result.text for result in before] == [result.text for result in after]
+    return first.text != repeated.text or not is_same
 
 
 def _format_arguments(arguments: Mapping[str, Any]) -> str:

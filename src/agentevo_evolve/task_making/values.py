@@ -18,41 +18,13 @@ from agentevo.agents.tools.trial import made_value
 from agentevo.models.tool_calls.parameters import referred_schema
 
 PEOPLE = (
-    "Ada",
-    "Ben",
-    "Cleo",
-    "Dan",
-    "Eve",
-    "Finn",
-    "Gus",
-    "Hana",
-    "Ivo",
-    "Jane",
-    "Kim",
-    "Leo",
-    "Mia",
-    "Noa",
-    "Otto",
-    "Pia",
-)
+    "Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivo", "Jane", "Kim", "Leo",
+    "Mia", "Noa", "Otto", "Pia",
+)  # fmt: skip
 WORDS = (
-    "apple",
-    "bridge",
-    "candle",
-    "desk",
-    "engine",
-    "forest",
-    "garden",
-    "harbour",
-    "island",
-    "jacket",
-    "kettle",
-    "ladder",
-    "mirror",
-    "needle",
-    "orange",
-    "pencil",
-)
+    "apple", "bridge", "candle", "desk", "engine", "forest", "garden", "harbour", "island",
+    "jacket", "kettle", "ladder", "mirror", "needle", "orange", "pencil",
+)  # fmt: skip
 _PERSON = re.compile(
     r"name|guest|user|person|customer|client|author|owner|member|patient|passenger|recipient"
 )

@@ -15,8 +15,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentevo.errors import AgentEvoError
+import pydantic
+
+from agentevo.config.remote_models import RemoteModelSection
+from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.inference.remote_models.model import RemoteModel
+from agentevo.models.files.resolve import missing_model
 from agentevo.rewards.answer_texts import find_answer
 from agentevo_evolve.task_making.scenario import Scenario, steps_of
 from agentevo_evolve.task_making.wording import find_tool_names, gives_away, values_left_out
@@ -107,3 +111,50 @@ def _problem(text: Any, row: Mapping[str, Any], tools: Sequence[str]) -> str:
         return "it says what is to be found"
 
     return ""
+
+
+TIMEOUT_S = 1800.0
+"""The time limit of a reply of a model on this machine, in seconds. The machine may have other
+work."""
+LOCAL_CONCURRENCY = 4
+"""The number of concurrent requests to a model on this machine. More would share its time."""
+MAX_REPLY_TOKENS = 600
+"""The maximum number of tokens of such a reply."""
+
+
+def writer_section(
+    word: str,
+    *,
+    name: str = "default",
+    key: str | None = None,
+    known_models: Mapping[str, RemoteModelSection] | None = None,
+) -> RemoteModelSection:
+    """`word` is a name of `known_models`, a URL (OpenAI's API for the model `name`, or URL#MODEL),
+    or a local model as in model.name: a folder, a run or a known model. `key`: ${env:NAME}, for a
+    URL. Raises ConfigError for a writer that can't be used."""
+    if known_models and word in known_models:
+        return known_models[word]
+
+    try:
+        if "://" in word:
+            url, _, model = word.partition("#")
+            return RemoteModelSection(base_url=url, model=model or name, api_key=key)
+
+        section = RemoteModelSection(
+            api="engine",
+            model=word,
+            api_key=key,
+            timeout_s=TIMEOUT_S,
+            deadline_s=TIMEOUT_S,
+            max_at_once=LOCAL_CONCURRENCY,
+            max_new_tokens=MAX_REPLY_TOKENS,
+        )
+    except pydantic.ValidationError as error:
+        wrong = error.errors()[0]
+        what = wrong["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"writer: {'.'.join(map(str, wrong['loc']))}: {what}") from error
+
+    if missing := missing_model(section.model):
+        raise ConfigError(f"writer: {missing}; or give the URL of a server")
+
+    return section

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from agentevo_evolve.pipeline.data_stages import EVALUATE, EvaluateOptions
 from agentevo_evolve.pipeline.kinds import Job
+from agentevo_evolve.pipeline.stages import EVALUATE, EvaluateOptions
 
 
 @pytest.mark.parametrize(

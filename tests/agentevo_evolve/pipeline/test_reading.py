@@ -14,11 +14,11 @@ from agentevo.errors import ConfigError
 from agentevo.inference import default_engine
 from agentevo.runtime import devices
 from agentevo_evolve.pipeline import Pipeline, build_pipeline
-from agentevo_evolve.pipeline.conditions import condition
 from agentevo_evolve.pipeline.next_stages import PipelineProgress
 from agentevo_evolve.pipeline.references import (
     ReferenceProblem,
     StageReference,
+    condition,
     parse_reference,
     replace_references,
 )
@@ -120,7 +120,7 @@ def test_words_of_the_command_line_go_to_the_pipeline_its_stages_and_their_recip
         ({"a": {"model": "${stages.b.file}"}, "b": SFT}, "makes no file"),
         ({"a": {"needs": ["nothing"]}}, "no stage is called 'nothing'"),
         ({"a": {"kind": "trian"}}, "did you mean 'train'"),
-        ({"a": {"trainer": {"steps": 1}}}, "is not a key of a stage"),
+        ({"a": {"trainer": {"steps": 1}}}, "unknown key"),
         ({"a": {"config": {"trainer": {"stpes": 1}}}}, "trainer.stpes"),
         ({"a": {"config": {"run": {"seed": 1}}}}, "which the pipeline sets"),
         ({"a": {"model": "${previous.checkpoint}"}}, "only a repeated stage"),
@@ -129,7 +129,7 @@ def test_words_of_the_command_line_go_to_the_pipeline_its_stages_and_their_recip
         ({"a": {"when": "rl is good"}}, "is not a valid condition"),
         ({"a": {"stop": {}}}, "set repeat"),
         ({"a": {"stages": {"b": {}}, "model": "tiny"}}, "not model"),
-        ({"a": {"kind": "filter", "options": {"source": "x", "best": 1}}}, "is not an option"),
+        ({"a": {"kind": "filter", "options": {"source": "x", "best": 1}}}, "unknown key"),
         ({"a": {"kind": "filter", "options": {"source": "x"}, "config": {"a": 1}}},
          "reads no recipe"),
         ({"a": {"kind": "sft"}}, "there is no training data"),
@@ -220,7 +220,7 @@ def test_values_of_the_wrong_kind_are_refused_in_plain_words():
         ({"tasks": 5}, "options.tasks: got 5; needs a list of texts (default [])"),
         ({"tasks": "a b"}, "options.tasks: got 'a b'; needs a list of texts, as in [a, b]"),
         ({"attempts": 0}, "options.attempts: got 0; needs a whole number, at least 1, at most"),
-        ({"frob": 1}, "options.frob: is not an option of the kind evaluate, which has attempts"),
+        ({"frob": 1}, "options.frob: unknown key; it has attempts"),
     ):
         stage = {"kind": "evaluate", "options": options}
         assert f"p.yaml: stages.s: {words}" in refusal(stage)

@@ -27,7 +27,6 @@ from agentevo.config.optimize import OptimizeSection
 from agentevo.errors import ConfigError
 from agentevo.types import Message, Task
 from agentevo_evolve.prompts.budget import Budget, BudgetSpentError, budget_of
-from agentevo_evolve.prompts.examples import best_attempts, chosen_examples
 from agentevo_evolve.prompts.folder import (
     Candidate,
     OptimizeFolder,
@@ -36,7 +35,7 @@ from agentevo_evolve.prompts.folder import (
     SearchSession,
 )
 from agentevo_evolve.prompts.optimize import _tasks_of
-from agentevo_evolve.prompts.phrases import edit
+from agentevo_evolve.prompts.search import best_attempts, chosen_examples, edit
 from agentevo_evolve.prompts.writing import TextWriter, fence, shown_attempts
 
 

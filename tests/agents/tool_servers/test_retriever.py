@@ -12,7 +12,7 @@ import pytest
 
 from agentevo.agents.tool_servers.retriever import MAX_BODY, Retriever
 from agentevo.agents.tools import search as search_module
-from agentevo.agents.tools.indexes import corpus_index
+from agentevo.agents.tools.corpus import corpus_index
 from agentevo.agents.tools.search import CorpusSearch
 from agentevo.errors import ConfigError, MissingExtraError, ToolError
 
@@ -138,7 +138,7 @@ def encoder(tmp_path_factory):
 
 
 def test_dense_search_compares_meanings(corpus, encoder):
-    from agentevo.agents.tools.dense import load_encoder
+    from agentevo.agents.tools.corpus import load_encoder
 
     index = corpus_index(corpus, "dense", encoder)
     (best, score), *others = index.find("Perth\nPerth is a city in Western Australia.", 3)

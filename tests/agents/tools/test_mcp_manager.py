@@ -8,7 +8,7 @@ import pydantic
 import pytest
 from mcp_manager import Manager
 
-from agentevo.agents.tools import manager_api
+from agentevo.agents.tools import mcp_manager
 from agentevo.agents.tools.toolbox import Toolbox
 from agentevo.cli.main import main
 from agentevo.config.mcp import MCPManagerSection
@@ -118,7 +118,7 @@ def test_an_error_inside_of_a_good_answer_is_an_error():
 
 @pytest.mark.slow
 def test_a_manager_that_breaks_costs_its_call(monkeypatch):
-    monkeypatch.setattr(manager_api, "MAX_ANSWER", 2**20)
+    monkeypatch.setattr(mcp_manager, "MAX_ANSWER", 2**20)
     given = ["half", "no json", "no object", "proxy", "flood", "text"]
     with Manager() as manager:
         calls = [("give", {"what": what}) for what in given]
@@ -158,7 +158,7 @@ def test_a_key_is_sent_and_never_shown(monkeypatch):
         with pytest.raises(ToolUnavailableError, match=r"HTTP 401: Bearer \*\*\* is not known"):
             played([], **{**good, "api_key": "${env:WRONG_KEY}", "start_timeout_s": 2})
 
-    with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY holds no key"):
         played([], url=good["url"], api_key="${env:NO_SUCH_KEY}")
 
 

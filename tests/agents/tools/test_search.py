@@ -8,10 +8,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from agentevo.agents.tools.corpus import Passage, passage_of
-from agentevo.agents.tools.indexes import corpus_index
+from agentevo.agents.tools.corpus import Passage, WordIndex, corpus_index, passage_of
 from agentevo.agents.tools.search import CorpusSearch
-from agentevo.agents.tools.word_index import WordIndex
 from agentevo.errors import ConfigError, ToolError, ToolUnavailableError
 
 PASSAGES = [

@@ -12,8 +12,7 @@ from called_tools import called, schemas
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentevo.agents.tools.shorten import shorten_text
-from agentevo.agents.tools.tool import ToolResult
+from agentevo.agents.tools.tool import ToolResult, shorten_text
 from agentevo.agents.tools.toolbox import Toolbox
 from agentevo.config.tools import PACKAGED, FunctionToolSection, tool
 from agentevo.errors import ConfigError, ToolError, ToolUnavailableError

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from agentevo.agents.tools import web_hosts, web_search
-from agentevo.agents.tools.fetch import Fetch
-from agentevo.agents.tools.page_text import page_text
+from agentevo.agents.tools.fetch import Fetch, page_text
 from agentevo.agents.tools.web_hosts import WebHosts, is_public
 from agentevo.agents.tools.web_search import WebSearch
 from agentevo.errors import ConfigError, ToolError, ToolUnavailableError

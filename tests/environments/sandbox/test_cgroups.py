@@ -46,7 +46,7 @@ def test_all_that_is_in_a_group_ends_with_it(group):
 
 def test_where_no_limit_is_handed_down_there_is_no_group_and_the_reason(monkeypatch):
     monkeypatch.setattr(cgroups, "place", lambda: CgroupPlace(None, problem="of the moon"))
-    assert cgroups.new_group(SandboxSection(type="none")) is None
+    assert cgroups.new_group(1024, 32) is None
     with pytest.raises(SandboxError, match="of the moon"):
         OpenSandbox(SandboxSection(type="none", cpus=0.5), {})
 

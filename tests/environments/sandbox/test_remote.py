@@ -18,8 +18,8 @@ from websockets.asyncio.server import serve
 from websockets.exceptions import ConnectionClosed
 
 from agentevo.environments.sandbox import SandboxTool, open_sandbox, remote, wire
+from agentevo.environments.sandbox.client import longest_message
 from agentevo.environments.sandbox.open_sandbox import Sandboxes
-from agentevo.environments.sandbox.replies import longest_message
 from agentevo.environments.sandbox.section import SandboxSection
 from agentevo.errors import SandboxError, ToolError
 from agentevo.inference.serving.admission import AdmissionLimits, WebSocketProtocol

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
-import os
 import socket
 from collections.abc import Callable
 from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 
 from agentevo.errors import ConfigError
 from agentevo.inference.serving.admission import AdmissionLimits, AdmittedConnection
 from agentevo.inference.serving.http_server import is_own_host, open_socket, serving, url_of
 from agentevo.runtime.console import to_stderr
-from agentevo.runtime.credentials import REFERENCE
+from agentevo.runtime.credentials import key_of
 from agentevo.runtime.event_loop import run_coroutine
 from agentevo.runtime.http_clients import is_this_machine
 from agentevo.runtime.signals import POLL_INTERVAL_S, catch_stop_signals
@@ -49,17 +50,7 @@ def read_key(reference: str | None, host: str) -> str | None:
             f"--host {host}: other machines could connect: give a key, --api-key '${{env:NAME}}'"
         )
 
-    match = REFERENCE.fullmatch(reference)
-    if match is None:
-        raise ConfigError("--api-key: write ${env:NAME}, not the key itself")
-
-    key = os.environ.get(match[1])
-    if not key or not key.isascii():
-        raise ConfigError(
-            f"--api-key: the environment variable {match[1]} must have a key of ASCII characters"
-        )
-
-    return key
+    return key_of("--api-key", reference)
 
 
 def listen(app: Any, host: str, port: int, *, what: str, path: str, key: str | None = None) -> None:
@@ -98,13 +89,14 @@ class _Guarded:
             await self._app(scope, receive, send)  # refuses clients without the key
             return
 
-        if self._key is None and not is_own_host(_header(scope, b"host").decode("latin-1")):
-            await _refuse(send, 421, "use its address or localhost, or start it with a key")
+        if self._key is None and not is_own_host(Headers(scope=scope).get("host", "")):
+            refusal = _refusal(421, "use its address or localhost, or start it with a key")
+            await refusal(scope, receive, send)
             return
 
         connection: AdmittedConnection = scope["state"]["connection"]
         if not connection.admit():
-            await _refuse(send, 503, "too many connections: try again")
+            await _refusal(503, "too many connections: try again")(scope, receive, send)
             return
 
         try:
@@ -112,7 +104,8 @@ class _Guarded:
                 async with asyncio.timeout(BODY_S):
                     has_arrived = await _read(receive)
             except TimeoutError:
-                await _refuse(send, 408, f"the body has not come within {BODY_S:g} s")
+                refusal = _refusal(408, f"the body has not come within {BODY_S:g} s")
+                await refusal(scope, receive, send)
                 return
 
             async def receive_next() -> Any:
@@ -132,13 +125,8 @@ class _Guarded:
     def _shows_key(self, scope: Any) -> bool:
         if self._key is None:
             return True
-        shown = _header(scope, b"authorization")
+        shown = Headers(scope=scope).get("authorization", "").encode("latin-1")
         return hmac.compare_digest(shown, f"Bearer {self._key}".encode())
-
-
-def _header(scope: Any, name: bytes) -> bytes:
-    value: bytes = dict(scope["headers"]).get(name, b"")
-    return value
 
 
 async def _read(receive: Any) -> list[Any]:
@@ -153,12 +141,5 @@ async def _read(receive: Any) -> list[Any]:
             return messages
 
 
-async def _refuse(send: Any, status: int, why: str) -> None:
-    body = json.dumps({"error": {"message": why}}).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        (b"connection", b"close"),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _refusal(status: int, why: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": why}}, status, {"connection": "close"})

@@ -14,6 +14,11 @@ import json
 from typing import Any
 
 import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from agentevo.agents.tools.corpus import Index, Passage
 from agentevo.runtime.decoding import decode_json
@@ -32,81 +37,58 @@ class _RetrievalRequest(msgspec.Struct, kw_only=True):
     return_scores: bool = False
 
 
-class _RetrievalRefusal(Exception):
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class Retriever:
+class Retriever(Starlette):
     """The ASGI application. `top_k`: the default of requests; `key`: the bearer token that clients
     must send."""
 
     def __init__(self, index: Index, *, top_k: int = 3, key: str | None = None) -> None:
+        super().__init__(
+            routes=[
+                Route("/retrieve", self._retrieve, methods=["POST"]),
+                Route("/health", self._health),
+            ],
+            exception_handlers={HTTPException: _refusal},
+        )
         self._index = index
         self._top_k = top_k
         self._key = key
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """See ASGI."""
-        if scope["type"] != "http":
-            await _handle_lifespan(scope, receive, send)
-            return
+    async def _health(self, request: Request) -> Response:
+        return _response({"status": "ok"})
 
-        try:
-            status = 200
-            answer = await self._answer(scope, receive)
-        except _RetrievalRefusal as error:
-            status = error.status
-            answer = {"error": {"message": str(error)}}
+    async def _retrieve(self, request: Request) -> Response:
+        """Raises HTTPException."""
+        shown = request.headers.get("authorization", "").encode("latin-1")
+        if self._key is not None and not hmac.compare_digest(shown, f"Bearer {self._key}".encode()):
+            raise HTTPException(401, "the key is missing or wrong: Authorization: Bearer KEY")
 
-        body = json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace")
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-    async def _answer(self, scope: Any, receive: Any) -> dict[str, Any]:
-        """Raises _Refusal."""
-        if scope["path"] == "/health" and scope["method"] == "GET":
-            return {"status": "ok"}
-        if scope["path"] != "/retrieve":
-            raise _RetrievalRefusal(404, "unknown path: POST /retrieve")
-        if scope["method"] != "POST":
-            raise _RetrievalRefusal(405, "unknown method: use POST")
-
-        headers = dict(scope["headers"])
-        if self._key is not None and not hmac.compare_digest(
-            headers.get(b"authorization", b""), f"Bearer {self._key}".encode()
-        ):
-            raise _RetrievalRefusal(401, "the key is missing or wrong: Authorization: Bearer KEY")
-
-        request = self._read(await _body(receive))
-        return await in_thread(lambda: self._found(request))
+        retrieval = self._read(await _body(request))
+        return _response(await in_thread(lambda: self._find(retrieval)))
 
     def _read(self, body: bytes) -> _RetrievalRequest:
         try:
-            request = decode_json(body, _RetrievalRequest)
+            retrieval = decode_json(body, _RetrievalRequest)
         except (msgspec.DecodeError, RecursionError) as error:
             example = '{"queries": ["..."], "topk": 3, "return_scores": true}'
-            raise _RetrievalRefusal(400, f"{error}: write {example}") from None
+            raise HTTPException(400, f"{error}: write {example}") from None
 
-        top_k = self._top_k if request.topk is None else request.topk
+        top_k = self._top_k if retrieval.topk is None else retrieval.topk
         if not 1 <= top_k <= MAX_TOP_K:
-            raise _RetrievalRefusal(400, f"topk is {str(top_k)[:20]}: give 1 to {MAX_TOP_K}")
-        if not 1 <= len(request.queries) <= MAX_QUERIES:
-            raise _RetrievalRefusal(400, f"{len(request.queries)} queries: give 1 to {MAX_QUERIES}")
+            raise HTTPException(400, f"topk is {str(top_k)[:20]}: give 1 to {MAX_TOP_K}")
+        if not 1 <= len(retrieval.queries) <= MAX_QUERIES:
+            raise HTTPException(400, f"{len(retrieval.queries)} queries: give 1 to {MAX_QUERIES}")
 
-        request.topk = top_k
-        return request
+        retrieval.topk = top_k
+        return retrieval
 
-    def _found(self, request: _RetrievalRequest) -> dict[str, Any]:
+    def _find(self, retrieval: _RetrievalRequest) -> dict[str, Any]:
         lists = []
-        for query in request.queries:
-            matches = self._index.find(query, request.topk or self._top_k)
+        for query in retrieval.queries:
+            matches = self._index.find(query, retrieval.topk or self._top_k)
             lists.append(
                 [
                     {"document": _document(passage), "score": score}
-                    if request.return_scores
+                    if retrieval.return_scores
                     else _document(passage)
                     for passage, score in matches
                 ]
@@ -124,26 +106,27 @@ def _document(passage: Passage) -> dict[str, str]:
     }
 
 
-async def _body(receive: Any) -> bytes:
-    """Raises _Refusal for a body that is too long, or incomplete."""
+async def _body(request: Request) -> bytes:
+    """Raises HTTPException for a body that is too long, or incomplete."""
     content = b""
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            raise _RetrievalRefusal(400, "the request broke off")
+    try:
+        async for part in request.stream():
+            content += part
+            if len(content) > MAX_BODY:
+                raise HTTPException(413, f"a request can have at most {MAX_BODY:,} bytes")
+    except ClientDisconnect:
+        raise HTTPException(400, "the request broke off") from None
 
-        content += message.get("body", b"")
-        if len(content) > MAX_BODY:
-            raise _RetrievalRefusal(413, f"a request can have at most {MAX_BODY:,} bytes")
-        if not message.get("more_body"):
-            return content
+    return content
 
 
-async def _handle_lifespan(scope: Any, receive: Any, send: Any) -> None:
-    """Answers the events for the server's start and end. Refuses other protocols."""
-    if scope["type"] == "websocket":
-        await send({"type": "websocket.close"})
-        return
-    while (await receive())["type"] != "lifespan.shutdown":
-        await send({"type": "lifespan.startup.complete"})
-    await send({"type": "lifespan.shutdown.complete"})
+def _refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    hint = ": POST /retrieve" if error.status_code in (404, 405) else ""
+    return _response({"error": {"message": f"{error.detail}{hint}"}}, error.status_code)
+
+
+def _response(answer: dict[str, Any], status: int = 200) -> Response:
+    """A corpus can have halves of surrogate pairs, which UTF-8 does not allow."""
+    body = json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace")
+    return Response(body, status, media_type="application/json")

@@ -24,9 +24,8 @@ import msgspec
 
 from agentevo.agents.tool_servers.session_limiter import SessionLimiter
 from agentevo.agents.tools.functions import FunctionTools
-from agentevo.agents.tools.shorten import shorten_text
 from agentevo.agents.tools.task_headers import SEED_HEADER, TASK_HEADER
-from agentevo.agents.tools.tool import ToolSession
+from agentevo.agents.tools.tool import ToolSession, shorten_text
 from agentevo.config.tools import FunctionToolSection
 from agentevo.errors import (
     AgentEvoError,
@@ -173,10 +172,8 @@ class ToolServer:
                 self._told.add(kind)
                 to_stderr(f"{self._section.name}.{name}: {text}\n{traceback_of(error)}")
 
-        text = (
-            shorten_text(text, MAX_RESULT).encode("utf-8", "replace").decode()
-        )  # JSON takes Unicode
-        return CallToolResult(content=[TextContent(text=text)], is_error=is_error)
+        content = [TextContent(text=shorten_text(text, MAX_RESULT))]
+        return CallToolResult(content=content, is_error=is_error)
 
     async def _session(self, context: Any) -> ToolSession:
         """The session of the client, opened with its first request. Raises MCPError if it can't be
@@ -188,11 +185,7 @@ class ToolServer:
         name = headers.get("mcp-session-id", "")
         opened = self._open.get(name)
         if opened is None:
-            task, seed = (
-                (_task_of_headers(headers), _seed_of_headers(headers))
-                if name
-                else (None, self._seed)
-            )
+            task, seed = _attempt_of_headers(headers) if name else (None, self._seed)
             opened = self._open[name] = _OpenedToolset()
             if name:
                 # The SDK has no other notification of a session's end (mcp 2.3).
@@ -229,30 +222,21 @@ class _OpenedToolset:
         """The end of the message if the tools can't be made."""
 
 
-def _task_of_headers(headers: Mapping[str, str]) -> Task | None:
-    """The task in a session's headers. Raises MCPError for one that can't be read."""
+def _attempt_of_headers(headers: Mapping[str, str]) -> tuple[Task | None, int]:
+    """The task (None if there is none) and the seed in a session's headers. Raises MCPError for
+    headers that can't be read."""
     from mcp import MCPError
     from mcp_types import INVALID_REQUEST
 
-    header = headers.get(TASK_HEADER)
-    if not header:
-        return None
-
+    task: Task | None = None
+    name = TASK_HEADER
     try:
-        return decode_json(base64.b64decode(header, validate=True), Task)
+        if header := headers.get(TASK_HEADER):
+            task = decode_json(base64.b64decode(header, validate=True), Task)
+        name = SEED_HEADER
+        return task, int(headers.get(SEED_HEADER) or 0)
     except (ValueError, msgspec.DecodeError) as error:
-        raise MCPError(INVALID_REQUEST, f"the header {TASK_HEADER}: {error}") from None
-
-
-def _seed_of_headers(headers: Mapping[str, str]) -> int:
-    """The seed in a session's headers. Raises MCPError for one that is not a number."""
-    from mcp import MCPError
-    from mcp_types import INVALID_REQUEST
-
-    try:
-        return int(headers.get(SEED_HEADER) or 0)
-    except ValueError as error:
-        raise MCPError(INVALID_REQUEST, f"the header {SEED_HEADER}: {error}") from None
+        raise MCPError(INVALID_REQUEST, f"the header {name}: {error}") from None
 
 
 def own_task() -> tuple[Task, int]:

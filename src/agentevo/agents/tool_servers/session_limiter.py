@@ -11,11 +11,12 @@ session still exists, it gets the protocol's answer for an unknown session (404)
 from __future__ import annotations
 
 import hmac
-import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from starlette.responses import JSONResponse
 
 GONE_S = 30.0
 SILENT_S = 300.0
@@ -52,7 +53,7 @@ class SessionLimiter:
         headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
         refusal = self._refusal(headers)
         if refusal is not None:
-            await _answer(send, *refusal)
+            await refusal(scope, receive, send)
             return
 
         name = headers.get(SESSION, b"").decode("latin-1")
@@ -129,31 +130,25 @@ class SessionLimiter:
 
         await self._app(delete_scope, receive, send)
 
-    def _refusal(self, headers: Mapping[str, bytes]) -> tuple[int, dict[str, Any]] | None:
-        from mcp_types import UNSUPPORTED_PROTOCOL_VERSION
+    def _refusal(self, headers: Mapping[str, bytes]) -> JSONResponse | None:
+        from mcp_types import INVALID_REQUEST, UNSUPPORTED_PROTOCOL_VERSION
         from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS
 
         if self._key is not None:
             shown = headers.get("authorization", b"")
             if not hmac.compare_digest(shown, f"Bearer {self._key}".encode()):
-                return 401, _error(-32600, "the key is missing or wrong: Authorization: Bearer KEY")
+                why = "the key is missing or wrong: Authorization: Bearer KEY"
+                return _error(401, INVALID_REQUEST, why)
 
         version = headers.get("mcp-protocol-version", b"").decode("latin-1")
         if version and version not in HANDSHAKE_PROTOCOL_VERSIONS:
             supported = {"supported": list(HANDSHAKE_PROTOCOL_VERSIONS), "requested": version[:60]}
             why = "only protocol revisions with sessions are supported here"
-            return 400, _error(UNSUPPORTED_PROTOCOL_VERSION, why, supported)
+            return _error(400, UNSUPPORTED_PROTOCOL_VERSION, why, supported)
 
         return None
 
 
-def _error(code: int, message: str, data: Any = None) -> dict[str, Any]:
+def _error(status: int, code: int, message: str, data: Any = None) -> JSONResponse:
     error = {"code": code, "message": message, **({} if data is None else {"data": data})}
-    return {"jsonrpc": "2.0", "id": None, "error": error}
-
-
-async def _answer(send: Callable[[Any], Any], status: int, content: Any) -> None:
-    body = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    return JSONResponse({"jsonrpc": "2.0", "id": None, "error": error}, status)

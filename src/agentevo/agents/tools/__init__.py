@@ -3,7 +3,6 @@
 tool       the contract: toolsets, their sessions, specs and results
 toolbox    all tools of an agent, and how their calls are run
 sources    turns an entry of `agent.tools` into toolsets
-functions, signature    Python functions and classes, and the schemas of their arguments
+functions  Python functions and classes, and the schemas of their arguments
 search     search in a corpus
-cache, shorten          cached results, and results that are too long
 """

@@ -17,19 +17,30 @@ import asyncio
 import inspect
 import json
 import time
+import typing
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import docstring_parser
 import pydantic
+from pydantic import Field
+from pydantic.fields import FieldInfo
 
-from agentevo.agents.tools.signature import Signature, checked_options
-from agentevo.agents.tools.tool import ToolResult, ToolSession, ToolSpec
+from agentevo.agents.tools.tool import ToolResult, ToolSession, Toolset, ToolSpec, ordered_schema
 from agentevo.config.agents import is_async
+from agentevo.config.field_words import wrong_value
 from agentevo.config.imports import OF_YOUR_OWN
 from agentevo.config.tools import FunctionToolSection, public_methods, says_cached, tools
-from agentevo.errors import ConfigError, ToolUnavailableError, UnknownNameError, describe_error
+from agentevo.errors import (
+    ConfigError,
+    ToolArgumentsError,
+    ToolUnavailableError,
+    UnknownNameError,
+    describe_error,
+)
 from agentevo.rewards.returned_values import plain_number
 from agentevo.runtime.console import to_stderr
 from agentevo.runtime.daemon_threads import DedicatedThread, run_in_thread
@@ -38,11 +49,149 @@ from agentevo.runtime.signals import Interrupt
 from agentevo.runtime.tracebacks import traceback_of
 from agentevo.types import Task
 
+MAX_PROBLEMS = 5
+"""The most wrong arguments that are reported to the policy."""
+
+
+class Signature:
+    """The parameters of a function: their JSON schema, from type hints and the docstring (in the
+    style of Google, numpy or Sphinx), and the check of arguments. A type hint can be any type that
+    pydantic supports. A parameter without a type hint accepts any JSON. `skip_first` leaves out the
+    `self` of a method."""
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], *, skip_first: bool = False
+    ) -> None:
+        """Raises ConfigError for a function that can't be called with keyword arguments, or whose
+        type hints have no JSON schema."""
+        self.name = name
+        self._model = _model(name, function, skip_first)
+        text = docstring_parser.parse(inspect.getdoc(function) or "")
+        paragraphs = [part for part in (text.short_description, text.long_description) if part]
+
+        try:
+            parameters = self._model.model_json_schema()
+        except pydantic.PydanticInvalidForJsonSchema as error:
+            raise ConfigError(f"the tool {name!r}: a type has no JSON schema: {error}") from error
+
+        described = {
+            param.arg_name: param.description for param in text.params if param.description
+        }
+        self.spec = ToolSpec(
+            name=name,
+            description="\n\n".join(paragraphs),
+            parameters=_described_schema(parameters, described),
+        )
+
+    def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments, converted to the function's types. Raises ToolArgumentsError."""
+        try:
+            checked = self._model.model_validate(dict(arguments))
+        except pydantic.ValidationError as error:
+            problems = [_problem(wrong, self._model) for wrong in error.errors()[:MAX_PROBLEMS]]
+            raise ToolArgumentsError(
+                f"wrong arguments for {self.name}: {'; '.join(problems)}"
+            ) from None
+
+        return {
+            field.alias or name: getattr(checked, name)
+            for name, field in type(checked).model_fields.items()
+            if name in checked.model_fields_set
+        }
+
+
+def checked_options(name: str, item: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a tool class, converted to the type hints of its constructor, like the
+    arguments of calls. An option whose hint pydantic does not support is not changed. Raises
+    ConfigError."""
+    constructor = inspect.unwrap(item.__init__)  # type: ignore[misc]
+    hints = getattr(constructor, "__annotations__", {})
+    checked = dict(options)
+    for key in options.keys() & hints.keys():
+        holder = SimpleNamespace(__annotations__={key: hints[key]})
+        try:
+            hint = typing.get_type_hints(holder, constructor.__globals__, include_extras=True)[key]
+            adapter = pydantic.TypeAdapter[Any](hint)
+        except (AttributeError, TypeError, NameError, pydantic.errors.PydanticUserError):
+            continue  # a type imported only for type checkers, or one that pydantic does not know
+
+        try:
+            checked[key] = adapter.validate_python(options[key])
+        except pydantic.ValidationError as error:
+            wrong = error.errors()[0]
+            info = FieldInfo.from_annotation(hint)
+            raise ConfigError(
+                f"the tool {name!r}: {item.__name__}: the option {key}"
+                f"{wrong_value(info, wrong['loc'], wrong['input'])}"
+            ) from None
+
+    return checked
+
+
+def _model(name: str, function: Callable[..., Any], skip_first: bool) -> type[pydantic.BaseModel]:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[skip_first:]
+        hints = typing.get_type_hints(function, include_extras=True)
+    except (TypeError, ValueError, NameError) as error:
+        raise ConfigError(f"the tool {name!r}: its parameters can't be read: {error}") from error
+
+    fields: dict[str, Any] = {}
+    for number, parameter in enumerate(parameters):
+        if (
+            parameter.kind is parameter.POSITIONAL_ONLY
+            or parameter.kind is parameter.VAR_POSITIONAL
+        ):
+            raise ConfigError(
+                f"the tool {name!r} takes {parameter}: arguments are passed by name, so name each"
+            )
+
+        if parameter.kind is parameter.VAR_KEYWORD:
+            raise ConfigError(f"the tool {name!r} takes {parameter}: name each parameter")
+
+        default = ... if parameter.default is parameter.empty else parameter.default
+        # Under another name: pydantic reserves some (model_*, schema, names with underscores).
+        fields[f"p{number}"] = (
+            hints.get(parameter.name, Any),
+            Field(default, alias=parameter.name),
+        )
+
+    try:
+        return pydantic.create_model(
+            name, __config__=pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=False),
+            **fields,
+        )  # fmt: skip
+    except pydantic.errors.PydanticUserError as error:
+        raise ConfigError(f"the tool {name!r}: {str(error).splitlines()[0]}") from error
+
+
+def _described_schema(schema: dict[str, Any], described: Mapping[str, str]) -> dict[str, Any]:
+    """The schema without pydantic's titles, and with the docstring's parameter descriptions."""
+    schema = {key: value for key, value in schema.items() if key != "title"}
+    properties = {}
+    for name, property_schema in schema.get("properties", {}).items():
+        properties[name] = {key: value for key, value in property_schema.items() if key != "title"}
+        if name in described:
+            properties[name].setdefault("description", described[name])
+    return ordered_schema({**schema, "properties": properties})
+
+
+def _problem(wrong: Any, model: type[pydantic.BaseModel]) -> str:
+    place = ".".join(map(str, wrong["loc"]))
+    if wrong["type"] == "missing":
+        return f"{place} is missing"
+    if wrong["type"] == "extra_forbidden":
+        argument_names = (
+            ", ".join(str(field.alias) for field in model.model_fields.values()) or "none"
+        )
+        return f"there is no {place} (arguments: {argument_names})"
+    return f"{place}: {wrong['msg'][:1].lower()}{wrong['msg'][1:]}"
+
+
 CLOSING_S = 10.0
 """The time limit of an async close. The end of a process also waits this long for the others."""
 
 
-class FunctionTools:
+class FunctionTools(Toolset):
     """The toolset of a registered function or class; see the module."""
 
     def __init__(self, section: FunctionToolSection) -> None:
@@ -84,12 +233,10 @@ class FunctionTools:
 
     @property
     def has_outcome(self) -> bool:
-        """See Toolset.has_outcome."""
         return self._function is None and hasattr(self._item, "outcome")
 
     @asynccontextmanager
     async def session(self, task: Task, seed: int) -> AsyncIterator[ToolSession]:
-        """See Toolset.session."""
         if self._function is not None:
             yield self._function
             return
@@ -122,7 +269,6 @@ class FunctionTools:
                 self._ending = {busy for busy in self._ending if not busy.has_ended(0)} | {thread}
 
     async def close(self) -> None:
-        """See Toolset.close."""
         deadline = time.monotonic() + CLOSING_S
 
         def wait() -> None:
@@ -159,11 +305,8 @@ class FunctionTools:
             )
 
 
-class _ToolFunction:
+class _ToolFunction(ToolSession):
     """One function, shared by all attempts."""
-
-    instructions = ""
-    num_losses = 0
 
     def __init__(self, name: str, function: Callable[..., Any], cacheable: bool) -> None:
         self._function = function
@@ -178,26 +321,15 @@ class _ToolFunction:
             )
         ]
 
-    async def prepare(self) -> None:
-        """See ToolSession.prepare."""
-
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """See ToolSession.call."""
         call = partial(self._function, **self._signature.read(arguments))
         if is_async(self._function):
             return result_of(await call())
         return await _result(await run_in_thread(lambda: _read(call()), "tool"))
 
-    async def outcome(self) -> Any:
-        """See ToolSession.outcome."""
-        return None
 
-
-class _AttemptObject:
+class _AttemptObject(ToolSession):
     """One attempt's object of a class."""
-
-    instructions = ""
-    num_losses = 0
 
     def __init__(
         self, item: Any, signatures: Mapping[str, Signature], thread: DedicatedThread
@@ -207,17 +339,12 @@ class _AttemptObject:
         self._thread = thread
         self.specs = [signature.spec for signature in signatures.values()]
 
-    async def prepare(self) -> None:
-        """See ToolSession.prepare."""
-
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """See ToolSession.call."""
         method = getattr(self._item, name)
         call = partial(method, **self._signatures[name].read(arguments))
         return await _result(await self._run(method, lambda: _read(call())))
 
     async def outcome(self) -> Any:
-        """See ToolSession.outcome."""
         method = getattr(self._item, "outcome", None)
         returned = None if method is None else await self._run(method, method)
         return await returned if inspect.isawaitable(returned) else returned

@@ -389,10 +389,7 @@ class McpConnection:
     def _words(self, problem: str) -> str:
         stderr_text = without_controls(self._stderr.text)
         suffix = f"; it said: {stderr_text}" if stderr_text else ""
-        return without_secrets(
-            self._server.secrets,
-            f"{self._server.title}: {problem}{suffix}",
-        )
+        return without_secrets(self._server.secrets, f"{self._server.title}: {problem}{suffix}")
 
 
 class _ErrorTail(asyncio.Protocol):

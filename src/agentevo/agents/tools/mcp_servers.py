@@ -12,14 +12,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from agentevo.agents.tools.mcp_connection import McpConnection, McpServer, check_package
 from agentevo.agents.tools.task_headers import attempt_variables, task_headers, task_variables
-from agentevo.agents.tools.tool import ToolResult, ToolSession, ToolSpec
+from agentevo.agents.tools.tool import ToolResult, ToolSession, Toolset, ToolSpec
 from agentevo.config.mcp import MCPSection
 from agentevo.errors import EnvironmentFailure, ToolUnavailableError
 from agentevo.runtime.loop_thread import DedicatedLoop
@@ -31,7 +31,7 @@ RESTARTED = "[the server was started again: what it held from earlier calls is l
 _loop = DedicatedLoop("agentevo-mcp")
 
 
-class MCPServer:
+class MCPServer(Toolset):
     """The toolset of one server."""
 
     def __init__(self, server: McpServer, section: MCPSection) -> None:
@@ -40,18 +40,17 @@ class MCPServer:
         self.name = server.name
         self._server = server
         self._section = section
-        self._known: _KnownServer | None = None
+        self._known: _McpSession | None = None
+        """The first session, whose tools and prompt later attempts do not request again."""
         self._room = asyncio.Semaphore(section.max_sessions)
         self._shared: _McpSession | None = None
 
     @property
     def has_outcome(self) -> bool:
-        """See Toolset.has_outcome."""
         return self._section.outcome is not None
 
     @asynccontextmanager
     async def session(self, task: Task, seed: int) -> AsyncIterator[ToolSession]:
-        """See Toolset.session."""
         if self._section.session == "shared":
             if self._shared is None:
                 self._shared = _McpSession(self._server, self._section)
@@ -63,26 +62,18 @@ class MCPServer:
             server = _of_attempt(self._server, task, seed, send_task=self._section.send_task)
             session = _McpSession(server, self._section)
             try:
-                self._known = await session.learn_tools(self._known)
+                await session.learn_tools(self._known)
+                self._known = self._known or session
                 yield session
             finally:
                 await session.close()
 
     async def close(self) -> None:
-        """See Toolset.close."""
         if self._shared is not None:
             await self._shared.close()
 
 
-@dataclass(frozen=True)
-class _KnownServer:
-    """A server's tools and prompt, which later attempts do not request again."""
-
-    specs: Sequence[ToolSpec]
-    instructions: str
-
-
-class _McpSession:
+class _McpSession(ToolSession):
     """One session of one server; it connects at its first use."""
 
     def __init__(self, server: McpServer, section: MCPSection) -> None:
@@ -101,15 +92,14 @@ class _McpSession:
         self._was_open = False
         self._has_to_tell_restart = False
 
-    async def learn_tools(self, known_server: _KnownServer | None) -> _KnownServer:
-        """The server's tools: the known tools, or those that the server lists. Raises
+    async def learn_tools(self, known: _McpSession | None) -> None:
+        """Takes the server's tools from a session that knows them, or lists them. Raises
         ToolUnavailableError, and EnvironmentFailure if the tool that `outcome` names is missing."""
-        if known_server is None:
+        if known is None:
             await self.prepare()
         else:
-            self.specs = self._shown(known_server.specs)
-            self.instructions = known_server.instructions
-        return _KnownServer(self._all, self.instructions)
+            self.specs = self._shown(known._all)
+            self.instructions = known.instructions
 
     def _shown(self, specs: Sequence[ToolSpec]) -> list[ToolSpec]:
         self._all = list(specs)
@@ -123,7 +113,6 @@ class _McpSession:
         return [spec for spec in specs if spec.name != outcome]
 
     async def prepare(self) -> None:
-        """See ToolSession.prepare."""
         tries = self._num_tries
         async with self._opening:
             connection = self._connection
@@ -159,7 +148,6 @@ class _McpSession:
         return connection
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """See ToolSession.call."""
         connection = self._connection
         if connection is None or not connection.is_open:
             raise ToolUnavailableError(f"{self._server.title} is not connected")

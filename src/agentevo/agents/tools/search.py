@@ -11,11 +11,10 @@ import os
 
 import httpx
 
-from agentevo.agents.tools.corpus import passage_of
-from agentevo.agents.tools.indexes import corpus_index
+from agentevo.agents.tools.corpus import corpus_index, passage_of
 from agentevo.config.tools import tool
 from agentevo.errors import ConfigError, ToolError, ToolUnavailableError
-from agentevo.runtime.credentials import REFERENCE
+from agentevo.runtime.credentials import key_of
 from agentevo.runtime.trace_header import trace_headers
 
 TIMEOUT_S = 30.0
@@ -40,10 +39,12 @@ class CorpusSearch:
             raise ConfigError("the tool search needs one of the options `corpus` and `url`")
         if url is not None and (kind, model) != ("bm25", None):
             raise ConfigError("the tool search: kind and model need a `corpus`: leave them out")
+        if url is None and api_key is not None:
+            raise ConfigError("the tool search: api_key needs a `url`: leave it out")
 
         self._url = url
         self._top_k = top_k
-        self._key = _key(api_key, url)
+        self._key = key_of("the tool search: api_key", api_key)
         self._index = (
             None if corpus is None else corpus_index(os.path.expanduser(corpus), kind, model)
         )
@@ -77,16 +78,3 @@ class CorpusSearch:
             ) from error
         except (httpx.HTTPStatusError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ToolError(f"the retriever answers nonsense: {error}") from error
-
-
-def _key(api_key: str | None, url: str | None) -> str | None:
-    """Raises ConfigError."""
-    if api_key is None:
-        return None
-
-    reference = REFERENCE.fullmatch(api_key)
-    if url is None or reference is None:
-        raise ConfigError("the tool search: api_key needs a `url`: write it as ${env:NAME}")
-    if not (key := os.environ.get(reference[1])):
-        raise ConfigError(f"the tool search: the environment variable {reference[1]} is not set")
-    return key

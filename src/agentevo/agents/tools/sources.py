@@ -1,15 +1,19 @@
-"""Makes the toolsets of an entry of `agent.tools`."""
+"""Makes the toolsets of an entry of `agent.tools`. An entry can be a file that lists MCP servers,
+in the format of Claude, Cursor and others."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
+
+import msgspec
 
 from agentevo.agents.tools.functions import FunctionTools
 from agentevo.agents.tools.mcp_connection import McpServer
-from agentevo.agents.tools.mcp_file import read_servers
 from agentevo.agents.tools.mcp_manager import MCPManager
 from agentevo.agents.tools.mcp_servers import MCPServer
 from agentevo.agents.tools.tool import Toolset
@@ -18,7 +22,9 @@ from agentevo.config.mcp import MCPFileSection, MCPManagerSection, MCPServerSect
 from agentevo.config.tools import FunctionToolSection, ToolSection, VerlToolsSection
 from agentevo.environments.sandbox.programs import sandbox_command
 from agentevo.errors import ConfigError, SandboxError
-from agentevo.runtime.credentials import REFERENCE, without_password
+from agentevo.runtime.credentials import REFERENCE, key_of, without_password
+from agentevo.runtime.parsing import ParseError, parse_json, read_text
+from agentevo.runtime.registry import nearest
 
 
 def make_toolsets(section: ToolSection) -> Sequence[Toolset]:
@@ -30,7 +36,11 @@ def make_toolsets(section: ToolSection) -> Sequence[Toolset]:
         case VerlToolsSection():
             return [VerlTools(section)]
         case MCPManagerSection():
-            return [MCPManager(section, _key(section.api_key, f"agent.tools: {section.name}"))]
+            return [
+                MCPManager(
+                    section, key_of(f"agent.tools: {section.name}: api_key", section.api_key)
+                )
+            ]
         case MCPServerSection():
             servers = [_server_of(section)]
         case MCPFileSection():
@@ -62,7 +72,7 @@ def make_toolsets(section: ToolSection) -> Sequence[Toolset]:
 def _server_of(section: MCPServerSection) -> McpServer:
     where = f"agent.tools: {section.name}"
     passed_env = {name: _variable(name, f"{where}: pass_env") for name in section.pass_env}
-    key = _key(section.api_key, where)
+    key = key_of(f"{where}: api_key", section.api_key)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     words = [str(section.command), *section.args]
 
@@ -91,25 +101,6 @@ def _server_of(section: MCPServerSection) -> McpServer:
     )
 
 
-def _key(api_key: str | None, where: str) -> str | None:
-    """The key in the environment variable that `${env:NAME}` names."""
-    if api_key is None:
-        return None
-
-    reference = REFERENCE.fullmatch(api_key)
-    if reference is None:
-        raise ConfigError(f"{where}: api_key: write ${{env:NAME}}, not the key itself")
-
-    key = _variable(reference[1], f"{where}: api_key")
-    if not (key.isascii() and key.isprintable()):
-        raise ConfigError(
-            f"{where}: api_key: the environment variable {reference[1]} holds a line break or a "
-            "character that is not ASCII, which no HTTP header can carry: set it to the key alone"
-        )
-
-    return key
-
-
 def _program(server: McpServer) -> str:
     """The program to search for: a name with a folder is relative to `cwd`."""
     command = str(server.command)
@@ -122,3 +113,118 @@ def _variable(name: str, where: str) -> str:
     if not value:
         raise ConfigError(f"{where}: the environment variable {name} is not set: set it")
     return value
+
+
+_VARIABLE = re.compile(r"\$\{(?:env:)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
+_INPUT = re.compile(r"\$\{input:[^}]*\}")
+_HTTP = {"http", "streamable-http", "streamable_http", "streamableHttp"}
+
+
+class _McpFileEntry(msgspec.Struct, rename="camel"):
+    """One server of such a file. Keys of other programs are ignored."""
+
+    command: str | None = None
+    args: list[str] = []
+    env: dict[str, str] = {}
+    cwd: str | None = None
+    url: str | None = None
+    server_url: str | None = None
+    type: str | None = None
+    transport: str | None = None
+    headers: dict[str, str] = {}
+    disabled: bool = False
+
+
+def read_servers(section: MCPFileSection) -> list[McpServer]:
+    """The servers of an entry of `agent.tools`. `${NAME}`, `${env:NAME}` and `${NAME:-DEFAULT}` are
+    environment variables of this process. Raises ConfigError."""
+    where = f"agent.tools: {section.file}"
+    try:
+        tree = parse_json(read_text(section.file.expanduser()))
+    except ParseError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"agent.tools: {error}") from error
+
+    entries = isinstance(tree, Mapping) and next(
+        (tree[key] for key in ("mcpServers", "servers", "mcp_servers") if key in tree), None
+    )
+    if not isinstance(entries, Mapping) or not entries:
+        raise ConfigError(
+            f'{where} has no servers: write {{"mcpServers": {{NAME: {{"command": ..., "args": '
+            "[...]}}}"
+        )
+
+    unknown = next((name for name in section.servers if name not in entries), None)
+    if unknown is not None:
+        guess = nearest(unknown, list(entries))
+        hint = f"did you mean {guess!r}? " if guess else ""
+        raise ConfigError(f"{where} has no server {unknown!r}: {hint}it has {', '.join(entries)}")
+
+    selected = section.servers or [
+        name
+        for name, entry in entries.items()
+        if not (isinstance(entry, Mapping) and entry.get("disabled"))
+    ]
+    if not selected:
+        raise ConfigError(f"{where}: every server is disabled: name some under `servers`")
+
+    # The other servers are not read: their variables need not be set.
+    return [_server(f"{where}: {name}", name, entries[name], section) for name in selected]
+
+
+def _server(where: str, name: str, raw_entry: Any, section: MCPFileSection) -> McpServer:
+    try:
+        entry = msgspec.convert(raw_entry, _McpFileEntry)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+    url = entry.url or entry.server_url
+    if (entry.command is None) == (url is None):
+        raise ConfigError(f"{where}: a server has a `command` or a `url`: give one of them")
+
+    kind = entry.type or entry.transport or ("stdio" if url is None else "http")
+    if url is not None and kind not in {"sse", *_HTTP}:
+        raise ConfigError(f"{where}: type is {kind!r}: use http or sse for a server at a url")
+
+    secrets: list[str] = []
+
+    def value(match: re.Match[str]) -> str:
+        variable = os.environ.get(match["name"], match["default"])
+        if variable is None:
+            raise ConfigError(
+                f"{where}: the environment variable {match['name']} is not set: set it"
+            )
+        secrets.append(variable)
+        return variable
+
+    def fill_variables(text: str) -> str:
+        input_match = _INPUT.search(text)
+        if input_match is not None:
+            raise ConfigError(
+                f"{where}: {input_match[0]} asks for input, which is not supported here: write "
+                "${{env:NAME}} for an environment variable of this process"
+            )
+        return _VARIABLE.sub(value, text)
+
+    server = McpServer(
+        name=re.sub(r"[^A-Za-z0-9_-]", "_", name)[:40],
+        command=None if entry.command is None else fill_variables(entry.command),
+        args=[fill_variables(arg) for arg in entry.args],
+        env={key: fill_variables(text) for key, text in entry.env.items()},
+        cwd=None
+        if entry.cwd is None
+        else section.file.expanduser().parent / fill_variables(entry.cwd),
+        url=None if url is None else fill_variables(url),
+        transport="sse" if kind == "sse" else "http",
+        headers={key: fill_variables(header) for key, header in entry.headers.items()},
+        start_timeout_s=section.start_timeout_s,
+        shown=f"of {section.file.name}",
+    )
+    return replace(server, secrets=[*secrets, *_values(server)])
+
+
+def _values(server: McpServer) -> list[str]:
+    """Values that can hold secrets in addition to variables; httpx quotes a URL in its messages."""
+    headers = [word for text in server.headers.values() for word in text.split()]
+    return [*server.env.values(), *headers, *([server.url] if server.url else [])]

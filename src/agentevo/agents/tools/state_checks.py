@@ -60,8 +60,7 @@ def state_checks(metadata: Mapping[str, Any]) -> list[StateCheck]:
 
 
 async def state_reached(
-    checks: Sequence[StateCheck],
-    call: Callable[[ToolCall], Awaitable[tuple[ToolResult, bool]]],
+    checks: Sequence[StateCheck], call: Callable[[ToolCall], Awaitable[tuple[ToolResult, bool]]]
 ) -> float:
     """1 if every check passes, else 0. Stops at the first check that fails. `call` returns a
     result, and whether it came from a tool. Raises EnvironmentFailure if it did not."""

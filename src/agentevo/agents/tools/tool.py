@@ -108,26 +108,18 @@ class Condense(Protocol):
 class ToolSession(Protocol):
     """The tools of one attempt. Calls may overlap."""
 
-    @property
-    def specs(self) -> Sequence[ToolSpec]:
-        """The tools; their names are distinct."""
-        ...
-
-    @property
-    def instructions(self) -> str:
-        """The text about these tools that the policy reads before the task. May be empty."""
-        ...
-
-    @property
-    def num_losses(self) -> int:
-        """How often the state of the calls was lost, for example by a restart of the server. The
-        later state does not include the effects of the earlier calls."""
-        ...
+    specs: Sequence[ToolSpec]
+    """The tools; their names are distinct."""
+    instructions: str = ""
+    """The text about these tools that the policy reads before the task."""
+    num_losses: int = 0
+    """How often the state of the calls was lost, for example by a restart of the server. The later
+    state does not include the effects of the earlier calls."""
 
     async def prepare(self) -> None:
         """Makes sure that a call can be made. This does not count towards the call's time limit.
         Raises ToolUnavailableError."""
-        ...
+        return
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Calls one of `specs`. See the module for what it raises."""
@@ -136,7 +128,7 @@ class ToolSession(Protocol):
     async def outcome(self) -> Any:
         """The attempt's outcome by its final state, in a form that an agent function can return
         (agents/agent.py); None if the tools give none. Called once, after the attempt."""
-        ...
+        return None
 
 
 @runtime_checkable
@@ -151,15 +143,13 @@ class Offering(Protocol):
 class Toolset(Protocol):
     """See the module."""
 
-    @property
-    def name(self) -> str:
-        """Distinguishes its tools from others of the same name."""
-        ...
+    name: str
+    """Distinguishes its tools from others of the same name."""
 
     @property
     def has_outcome(self) -> bool:
         """Whether its sessions give the outcome of an attempt."""
-        ...
+        return False
 
     def session(self, task: Task, seed: int) -> AbstractAsyncContextManager[ToolSession]:
         """The tools for one attempt at `task`; `seed` is the attempt's seed, which a replay
@@ -168,4 +158,20 @@ class Toolset(Protocol):
 
     async def close(self) -> None:
         """Ends everything that attempts share."""
-        ...
+        return
+
+
+HEAD = 0.7
+"""The head's share of the kept characters."""
+
+
+def shorten_text(text: str, longest: int) -> str:
+    """The text, or at most `longest` characters of it and a line about the omission. Halves of
+    surrogate pairs, which no tokenizer accepts, become question marks."""
+    if len(text) <= longest:
+        return text if text.isascii() else text.encode("utf-8", "replace").decode()
+    head = int(longest * HEAD)
+    tail = longest - head
+    left_out = len(text) - longest
+    notice = f"\n[{left_out:,} characters are left out here]\n"
+    return f"{text[:head]}{notice}{text[-tail:]}".encode("utf-8", "replace").decode()

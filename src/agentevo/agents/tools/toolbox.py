@@ -21,8 +21,8 @@ import hashlib
 import itertools
 import json
 import re
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -30,8 +30,6 @@ from typing import Any
 
 import msgspec
 
-from agentevo.agents.tools.cache import ResultCache
-from agentevo.agents.tools.shorten import shorten_text
 from agentevo.agents.tools.sources import make_toolsets
 from agentevo.agents.tools.state_checks import STATE_CHECKS, StateCheck, state_checks, state_reached
 from agentevo.agents.tools.tool import (
@@ -41,6 +39,7 @@ from agentevo.agents.tools.tool import (
     ToolSession,
     Toolset,
     ToolSpec,
+    shorten_text,
 )
 from agentevo.config.tools import ToolSection
 from agentevo.errors import (
@@ -56,6 +55,53 @@ from agentevo.runtime.registry import nearest
 from agentevo.runtime.tracebacks import traceback_of
 from agentevo.store.call_log import RunningCall, record_call
 from agentevo.types import Task, ToolCall
+
+MAX_CHARS = 2**26
+"""The limit on the characters of all cached results; the oldest results are dropped first."""
+
+
+class ResultCache:
+    """The results of calls that change nothing: equal calls of all attempts in a process run once.
+    An equal call that arrives while the first one runs waits for it. A failed call is not cached:
+    the next waiter repeats it."""
+
+    def __init__(self, max_chars: int = MAX_CHARS) -> None:
+        self.hits = 0
+        self._max_chars = max_chars
+        self._num_chars = 0
+        self._results: OrderedDict[Hashable, ToolResult] = OrderedDict()
+        self._running: dict[Hashable, asyncio.Event] = {}
+
+    async def get(self, key: Hashable, make: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
+        """The cached result of an equal call, or the result of `make`. Raises the errors of
+        `make`."""
+        while (done_event := self._running.get(key)) is not None:
+            await done_event.wait()
+
+        if key in self._results:
+            self.hits += 1
+            self._results.move_to_end(key)
+            return self._results[key]
+
+        done_event = self._running[key] = asyncio.Event()
+        try:
+            result = await make()
+            if not result.is_error:
+                self._keep(key, result)
+            return result
+        finally:
+            del self._running[key]
+            done_event.set()
+
+    def _keep(self, key: Hashable, result: ToolResult) -> None:
+        if len(result.text) > self._max_chars:
+            return
+        self._results[key] = result
+        self._num_chars += len(result.text)
+        while self._num_chars > self._max_chars:
+            _, oldest = self._results.popitem(last=False)
+            self._num_chars -= len(oldest.text)
+
 
 METRICS = {
     "num_tool_calls": "calls that a tool answered",
@@ -365,11 +411,7 @@ class AttemptTools:
         if not tool.is_cached:
             return await self._call_with_retries(tool, arguments)
 
-        key = (
-            tool.offer.toolset.name,
-            tool.spec.name,
-            json.dumps(arguments, sort_keys=True),
-        )
+        key = (tool.offer.toolset.name, tool.spec.name, json.dumps(arguments, sort_keys=True))
         return await self._cache.get(key, lambda: self._call_with_retries(tool, arguments))
 
     async def _call_with_retries(self, tool: _AttemptTool, arguments: dict[str, Any]) -> ToolResult:

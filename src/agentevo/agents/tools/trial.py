@@ -42,9 +42,7 @@ class TriedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def try_calls(
-    sections: Sequence[ToolSection],
-    task: Task,
-    calls: Sequence[ToolCall] = (),
+    sections: Sequence[ToolSection], task: Task, calls: Sequence[ToolCall] = ()
 ) -> AsyncIterator[TriedCall]:
     """Makes these calls one after the other in one session; without any, one call of each tool.
     Raises the errors of opening the tools."""

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from agentevo.agents.tools.tool import ToolResult, ToolSession, ToolSpec, object_schema
+from agentevo.agents.tools.tool import ToolResult, ToolSession, Toolset, ToolSpec, object_schema
 from agentevo.config.tools import VerlToolsSection
 from agentevo.errors import ConfigError, LoadingTimeoutError, describe_error
 from agentevo.rewards.returned_values import plain_number
@@ -31,7 +31,7 @@ RELEASE_S = 10.0
 _CLASS = re.compile(r"(?:\w+\.)+\w+")
 
 
-class VerlTools:
+class VerlTools(Toolset):
     """The toolset of a file."""
 
     def __init__(self, section: VerlToolsSection) -> None:
@@ -52,29 +52,17 @@ class VerlTools:
 
         self._tools = [_made(f"{where}: tools[{index}]", row) for index, row in enumerate(rows)]
 
-    @property
-    def has_outcome(self) -> bool:
-        """See Toolset.has_outcome."""
-        return False
-
     @asynccontextmanager
     async def session(self, task: Task, seed: int) -> AsyncIterator[ToolSession]:
-        """See Toolset.session."""
         session = _VerlSession(self._tools, task)
         try:
             yield session
         finally:
             await session.release()
 
-    async def close(self) -> None:
-        """See Toolset.close."""
 
-
-class _VerlSession:
+class _VerlSession(ToolSession):
     """One attempt's instances."""
-
-    instructions = ""
-    num_losses = 0
 
     def __init__(self, tools: Sequence[tuple[ToolSpec, Any]], task: Task) -> None:
         self.specs: Sequence[ToolSpec] = [spec for spec, _ in tools]
@@ -85,11 +73,7 @@ class _VerlSession:
         self._instances: dict[str, Any] = {}
         self._creating = asyncio.Lock()
 
-    async def prepare(self) -> None:
-        """See ToolSession.prepare."""
-
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """See ToolSession.call."""
         tool = self._tools[name]
         async with self._creating:
             if name not in self._instances:
@@ -107,10 +91,6 @@ class _VerlSession:
             text=text if isinstance(text, str) else "",
             reward=plain_number(reward or 0.0, f"the reward of {name}"),
         )
-
-    async def outcome(self) -> Any:
-        """See ToolSession.outcome."""
-        return None
 
     async def release(self) -> None:
         """Releases all instances, even if one of them raises."""

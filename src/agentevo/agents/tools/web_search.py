@@ -14,8 +14,7 @@ from typing import Any, Literal
 import httpx
 import pydantic
 
-from agentevo.agents.tools.timed_requests import ENCODING, read_content, timed_requests
-from agentevo.agents.tools.web_hosts import WebHosts
+from agentevo.agents.tools.web_hosts import ENCODING, WebHosts, read_content, timed_requests
 from agentevo.config.tools import tool
 from agentevo.errors import ConfigError, ToolError, ToolUnavailableError
 from agentevo.runtime.credentials import key_of

@@ -4,8 +4,8 @@ the network, to host files or to host variables."""
 from agentevo.environments.sandbox import (  # noqa: F401 (they register themselves)
     bubblewrap,
     landlock,
+    local,
     remote,
-    unconfined,
 )
 from agentevo.environments.sandbox.open_sandbox import Sandboxes
 from agentevo.environments.sandbox.sandbox import (
@@ -17,12 +17,4 @@ from agentevo.environments.sandbox.sandbox import (
     sandboxes,
 )
 
-__all__ = [
-    "Execution",
-    "Failure",
-    "ProgramRun",
-    "Sandbox",
-    "SandboxTool",
-    "Sandboxes",
-    "sandboxes",
-]
+__all__ = ["Execution", "Failure", "ProgramRun", "Sandbox", "SandboxTool", "Sandboxes", "sandboxes"]

@@ -20,7 +20,6 @@ from agentevo.environments.sandbox.launch import (
     SYSTEM,
     SYSTEM_FILES,
     SandboxLaunch,
-    SeenMounts,
     hidden_folders,
     is_below,
     new_uid,
@@ -76,7 +75,7 @@ class Bubblewrap(LocalKind):
         argv = [
             program,
             *namespace_words(way),
-            *visible_words(section),
+            *visible_words(section.disk_mib, packages=section.packages),
             "--seccomp",
             str(read),
             "--as-pid-1",
@@ -91,11 +90,7 @@ class Bubblewrap(LocalKind):
         settings = supervisor_settings(section, work="/sandbox", uid=uid if is_root else None)
 
         return SandboxLaunch(
-            argv,
-            settings,
-            pass_fds=(read,),
-            uid=None if is_root else uid,
-            owned_uid=uid,
+            argv, settings, pass_fds=(read,), uid=None if is_root else uid, owned_uid=uid
         )
 
 
@@ -165,11 +160,12 @@ def _system_folder(path: str) -> list[str]:
 
 
 def visible_words(
-    section: SeenMounts, read_only: Sequence[str] = (), read_write: Sequence[str] = ()
+    disk_mib: int, *, packages: bool, read_only: Sequence[str] = (), read_write: Sequence[str] = ()
 ) -> list[str]:
-    """The arguments for a separate file system: the system's files, this Python, and the named
-    paths of the host. Raises SandboxError for a Python that can't be shown."""
-    folders = [*python_folders(), *package_folders(section), *read_only]
+    """The arguments for a separate file system: the system's files, this Python (with its
+    `packages`), and the named paths of the host. Raises SandboxError for a Python that can't be
+    shown."""
+    folders = [*python_folders(), *(package_folders() if packages else []), *read_only]
     if any(is_below(path, OWN_FOLDERS) for path in folders):
         raise SandboxError(f"this Python is below {' or '.join(OWN_FOLDERS)}: install it elsewhere")
 
@@ -184,11 +180,11 @@ def visible_words(
         parts += ["--bind", path, path]
     for path in SYSTEM_FILES:
         parts += ["--ro-bind-try", path, path]
-    for path in hidden_folders(section):
+    for path in [] if packages else hidden_folders():
         parts += ["--perms", "0755", "--tmpfs", path, "--remount-ro", path]
 
     parts += ["--ro-bind", str(INSIDE), "/agentevo", "--proc", "/proc", "--dev", "/dev"]
-    parts += _memory_folder("/dev/shm", _SHARED_MIB) + _memory_folder("/sandbox", section.disk_mib)
+    parts += _memory_folder("/dev/shm", _SHARED_MIB) + _memory_folder("/sandbox", disk_mib)
     if not any(is_below(path, ("/tmp",)) for path in [*folders, *read_write]):
         parts += ["--symlink", "/sandbox/.tmp", "/tmp"]
 

@@ -21,9 +21,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
-from agentevo.environments.sandbox.stale_folders import is_gone, owner
+from agentevo.environments.sandbox.launch import is_gone, owner
 from agentevo.errors import SandboxError
 
 CONTROLLERS = ("memory", "pids", "cpu")
@@ -49,42 +48,27 @@ class CgroupPlace:
     problem: str = ""
 
 
-class CgroupLimits(Protocol):
-    """The limits of a sandbox's section that a group enforces."""
-
-    @property
-    def memory_mib(self) -> int: ...
-
-    @property
-    def disk_mib(self) -> int: ...
-
-    @property
-    def processes(self) -> int: ...
-
-    @property
-    def cpus(self) -> float | None: ...
-
-
 class ControlGroup:
     """The cgroup of one sandbox. Its methods can block for a moment."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def limit(self, section: CgroupLimits, controllers: frozenset[str]) -> None:
+    def limit(
+        self, controllers: frozenset[str], memory_mib: int, processes: int, cpus: float | None
+    ) -> None:
         """Sets the limits. Raises OSError."""
         if "memory" in controllers:
-            mib = section.memory_mib + section.disk_mib + OWN_MIB
-            self._write("memory.max", str(mib * 2**20))
+            self._write("memory.max", str((memory_mib + OWN_MIB) * 2**20))
             self._write("memory.oom.group", "1")
             with contextlib.suppress(FileNotFoundError):  # the kernel has no swap
                 self._write("memory.swap.max", "0")
 
         if "pids" in controllers:
-            self._write("pids.max", str(section.processes + OWN_TASKS))
+            self._write("pids.max", str(processes + OWN_TASKS))
 
-        if "cpu" in controllers and section.cpus is not None:
-            quota = max(1000, int(section.cpus * _PERIOD_US))
+        if "cpu" in controllers and cpus is not None:
+            quota = max(1000, int(cpus * _PERIOD_US))
             self._write("cpu.max", f"{quota} {_PERIOD_US}")
 
     def add(self, pids: Iterable[int]) -> None:
@@ -124,11 +108,11 @@ class ControlGroup:
             file.write(text)
 
 
-def new_group(section: CgroupLimits) -> ControlGroup | None:
-    """Creates a group with the section's limits. None if none can be created. Raises SandboxError
-    if the section needs one, and OSError."""
+def new_group(memory_mib: int, processes: int, cpus: float | None = None) -> ControlGroup | None:
+    """Creates a group with these limits; `memory_mib` includes the work folder. None if none can be
+    created. Raises SandboxError if `cpus` needs one, and OSError."""
     parent_group = place()
-    if section.cpus is not None and "cpu" not in parent_group.controllers:
+    if cpus is not None and "cpu" not in parent_group.controllers:
         why = parent_group.problem or "the cpu controller is not delegated"
         raise SandboxError(f"sandbox.cpus needs cgroups of version 2 ({why}): leave it out")
 
@@ -140,7 +124,7 @@ def new_group(section: CgroupLimits) -> ControlGroup | None:
     folder.mkdir()
     group = ControlGroup(folder)
     try:
-        group.limit(section, parent_group.controllers)
+        group.limit(parent_group.controllers, memory_mib, processes, cpus)
     except OSError:
         group.end(time.monotonic())
         raise

@@ -29,6 +29,7 @@ from agentevo.environments.sandbox.launch import (
     SYSTEM,
     SYSTEM_FILES,
     SandboxLaunch,
+    new_folder,
     new_uid,
     package_folders,
     python_folders,
@@ -38,7 +39,6 @@ from agentevo.environments.sandbox.launch import (
 from agentevo.environments.sandbox.local import LocalKind
 from agentevo.environments.sandbox.sandbox import sandboxes
 from agentevo.environments.sandbox.seccomp import is_supported, seccomp_program
-from agentevo.environments.sandbox.stale_folders import new_folder
 from agentevo.errors import SandboxError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def launch_in_way(way: str, section: SandboxSection) -> SandboxLaunch:
     if uid is not None:
         os.chown(folder, uid, uid)
 
-    packages = package_folders(section)
+    packages = package_folders() if section.packages else []
     argv, filter_fd = _confine_command(
         way, folder, uid, packages, section.disk_mib, section.max_files
     )

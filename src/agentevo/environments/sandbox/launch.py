@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import secrets
+import shutil
 import site
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from agentevo.errors import SandboxError
 
 if TYPE_CHECKING:
     from agentevo.environments.sandbox.cgroups import ControlGroup
     from agentevo.environments.sandbox.section import SandboxSection
-
-
-class SeenMounts(Protocol):
-    """The keys of a sandbox's section that decide which files it sees."""
-
-    @property
-    def packages(self) -> bool:
-        """Whether the packages of this Python are visible."""
-        ...
-
-    @property
-    def disk_mib(self) -> int:
-        """The size of the work folder in MiB."""
-        ...
 
 
 INSIDE = Path(__file__).parent / "inside"
@@ -97,18 +89,14 @@ def python_folders() -> list[str]:
     return sorted(folder for folder in folders if not is_below(folder, SYSTEM))
 
 
-def package_folders(section: SeenMounts) -> list[str]:
-    """Folders of installed packages that the code may import from."""
-    if not section.packages:
-        return []
+def package_folders() -> list[str]:
+    """Folders of the packages that are installed for this Python."""
     paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}
     return sorted(os.path.realpath(path) for path in paths if os.path.isdir(path))
 
 
-def hidden_folders(section: SeenMounts) -> list[str]:
-    """Folders of packages below the visible ones that the section does not request."""
-    if section.packages:
-        return []
+def hidden_folders() -> list[str]:
+    """Folders of packages below the visible ones, for code that may not import them."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     paths = [f"{prefix}/lib/{version}/site-packages" for prefix in python_folders()]
     return [path for path in paths if os.path.isdir(path)]
@@ -128,7 +116,7 @@ def supervisor_settings(
 ) -> dict[str, Any]:
     """Settings for the supervisor. `is_alone`: it may end every process that it can signal.
     `counts_processes`: the kernel counts the processes of this sandbox separately."""
-    packages = package_folders(section)
+    packages = package_folders() if section.packages else []
     folder = os.path.dirname(python_program())
     env = {
         "HOME": work,
@@ -151,3 +139,58 @@ def supervisor_settings(
         "packages": packages,
         "env": env,
     }
+
+
+PREFIX = "agentevo-sandbox-"
+_NAME = re.compile(rf"{PREFIX}(\d+-\d+-\d+)-\w+")
+
+
+def new_folder() -> Path:
+    """A new empty work folder on the host's disk, for a sandbox without a separate file system. The
+    name identifies its owner. The folders of killed processes are deleted first, but only those of
+    the same process namespace, so containers that share a disk do not touch one another's."""
+    remove_stale()
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{owner()}-"))
+
+
+def owner() -> str:
+    """The identity of this process, unique over time: namespace, id and time of start."""
+    me = os.getpid()
+    return f"{_namespace()}-{me}-{_start_time(me)}"
+
+
+def is_gone(name: str) -> bool:
+    """Whether the process that `owner` identifies has ended. False if it would not be visible
+    here."""
+    namespace, pid, started = map(int, name.split("-"))
+    return namespace == _namespace() and _start_time(pid) != started
+
+
+def remove_stale() -> None:
+    """Deletes the folders of this user's processes that have ended."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        match = _NAME.fullmatch(path.name)
+        if match is None or path.is_symlink():
+            continue
+
+        with contextlib.suppress(OSError):
+            is_root = os.geteuid() == 0
+            is_ours = is_root or path.stat().st_uid == os.geteuid()
+            if is_ours and is_gone(match[1]):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _namespace() -> int:
+    """The namespace of process ids: each container has its own. 0 if the system has none."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _start_time(pid: int) -> int:
+    """The start time of a process, in hundredths of a second; 0 if there is none."""
+    try:
+        return int(psutil.Process(pid).create_time() * 100)
+    except psutil.Error:
+        return 0

@@ -9,10 +9,9 @@ sandbox immediately.
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import contextlib
 import os
+import shutil
 import socket
 import struct
 import subprocess
@@ -21,24 +20,26 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from agentevo.environments.sandbox.cgroups import ControlGroup, new_group
-from agentevo.environments.sandbox.exporting import export_files
-from agentevo.environments.sandbox.inside.frames import LARGEST_CALL
-from agentevo.environments.sandbox.launch import SandboxLaunch
-from agentevo.environments.sandbox.replies import (
+from agentevo.environments.sandbox.client import (
     ProgramReply,
     RunReply,
+    SandboxClient,
     SandboxEnded,
-    code_problem,
-    is_unicode,
     longest_message,
     storable_failure,
     violation,
+)
+from agentevo.environments.sandbox.launch import (
+    INSIDE,
+    SandboxLaunch,
+    new_folder,
+    python_program,
+    supervisor_settings,
 )
 from agentevo.environments.sandbox.resource_watch import WatchedSandbox, descendants, watch
 from agentevo.environments.sandbox.sandbox import (
@@ -47,19 +48,23 @@ from agentevo.environments.sandbox.sandbox import (
     ProgramRun,
     Sandbox,
     SandboxTool,
+    sandboxes,
 )
 from agentevo.environments.sandbox.termination import end_all_of, end_with_this_process, kill
-from agentevo.errors import AgentEvoError, SandboxError, storable
+from agentevo.errors import SandboxError, storable
 from agentevo.runtime.event_loop import in_thread
 
 if TYPE_CHECKING:
     from agentevo.environments.sandbox.section import SandboxSection
+
 
 MARGIN_S = 6.0
 """The seconds after its deadline within which the supervisor must end a call."""
 FILE_S = 30.0
 """The time limit in seconds for reading, writing or listing files."""
 _HEADER = struct.Struct(">I")
+_REPLY_KEYS = {"files": "files", "read": "content", "write": ""}
+"""The key of the value in the reply to each request about files."""
 _TRIAL = """
 import socket
 try:
@@ -113,23 +118,18 @@ class LocalKind(ABC):
         return f"a trial has failed: it has {tried.value}, {tried.error}, {tried.stderr[-300:]}"
 
 
-class LocalSandbox:
-    """See Sandbox, and the module."""
+class LocalSandbox(SandboxClient):
+    """See the module."""
 
     def __init__(
         self, kind: LocalKind, section: SandboxSection, tools: Mapping[str, SandboxTool]
     ) -> None:
+        super().__init__(section, tools)
         self._kind = kind
-        self._section = section
-        self._tools = dict(tools)
-        self._lock = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._launch: SandboxLaunch | None = None
         self._failure: Failure | None = None
         self._num_requests = 0
-        self._num_calls = 0
-        self._has_lost = False
-        self._is_closed = False
         self._longest = longest_message(section)
 
     async def start(self) -> None:
@@ -171,7 +171,10 @@ class LocalSandbox:
 
         own_socket, child_socket = socket.socketpair()
         try:
-            launch = replace(launch, group=new_group(self._section))
+            section = self._section
+            memory_mib = section.memory_mib + section.disk_mib
+            group = new_group(memory_mib, section.processes, section.cpus)
+            launch = replace(launch, group=group)
             process = subprocess.Popen(
                 launch.argv,
                 stdin=child_socket.fileno(),
@@ -243,38 +246,14 @@ class LocalSandbox:
         text = (stream.read(2**16) or b"").decode("utf-8", "replace").strip()
         return (text.splitlines() or [""])[-1][:500]
 
-    async def run(self, code: str, deadline_s: float | None = None) -> Execution:
-        """See Sandbox.run."""
-        limit = self._deadline(deadline_s)
-        if (refusal := code_problem(code)) is not None:
-            return Execution("", "", None, refusal, (), 0.0, is_alive=True, is_new=False)
-
+    async def _run(self, code: str, limit_s: float) -> Execution:
         tools = [
             {"name": tool.name, "parameters": tool.parameters, "description": tool.description}
             for tool in self._tools.values()
         ]
-        async with self._lock:
-            before = time.monotonic()
-            is_new = await self._ensure()
-            started_at = time.monotonic()
-            self._num_calls = 0
-
-            try:
-                answer = await self._ask("run", limit, code=code, deadline_s=limit, tools=tools)
-                reply = await self._convert(answer, RunReply)
-            except SandboxEnded as ended:
-                return Execution(
-                    stdout="",
-                    stderr="",
-                    value=None,
-                    error=ended.failure,
-                    files=(),
-                    duration_s=time.monotonic() - before,
-                    is_alive=False,
-                    is_new=is_new,
-                    files_lost=True,
-                )
-
+        started_at = time.monotonic()
+        answer = await self._ask("run", limit_s, code=code, deadline_s=limit_s, tools=tools)
+        reply = await self._convert(answer, RunReply)
         return Execution(
             self._bounded(reply.stdout),
             self._bounded(reply.stderr),
@@ -283,34 +262,15 @@ class LocalSandbox:
             tuple(storable(path, 1100) for path in reply.files),
             time.monotonic() - started_at,
             is_alive=reply.is_alive,
-            is_new=is_new or reply.is_new,
+            is_new=reply.is_new,
         )
 
-    async def execute(
-        self, argv: Sequence[str], *, stdin: bytes = b"", deadline_s: float | None = None
-    ) -> ProgramRun:
-        """See Sandbox.execute. Raises SandboxError."""
-        limit = self._deadline(deadline_s)
-        if not argv or any("\0" in word or not is_unicode(word) for word in argv):
-            raise SandboxError("execute takes a command as a list of strings without NUL")
-        if len(stdin) > self._section.file_mib * 2**20:
-            raise SandboxError(f"stdin has more than file_mib, {self._section.file_mib} MiB")
-
-        async with self._lock:
-            await self._ensure()
-            self._has_lost = False
-
-            started_at = time.monotonic()
-            text = base64.b64encode(stdin).decode()
-            try:
-                answer = await self._ask(
-                    "execute", limit, argv=list(argv), stdin=text, deadline_s=limit
-                )
-                reply = await self._convert(answer, ProgramReply)
-            except SandboxEnded as ended:
-                duration_s = time.monotonic() - started_at
-                return ProgramRun("", "", None, ended.failure, (), duration_s, files_lost=True)
-
+    async def _execute(self, argv: Sequence[str], stdin: bytes, limit_s: float) -> ProgramRun:
+        started_at = time.monotonic()
+        answer = await self._ask(
+            "execute", limit_s, argv=list(argv), stdin=stdin, deadline_s=limit_s
+        )
+        reply = await self._convert(answer, ProgramReply)
         return ProgramRun(
             self._bounded(reply.stdout),
             self._bounded(reply.stderr),
@@ -320,79 +280,25 @@ class LocalSandbox:
             time.monotonic() - started_at,
         )
 
-    async def files(self) -> dict[str, int]:
-        """See Sandbox.files. Raises SandboxError."""
-        return await self._file_request("files", "files", dict[str, int])
-
-    async def read_file(self, path: str) -> bytes:
-        """See Sandbox.read_file. Raises SandboxError."""
-        text = await self._file_request("read", "content", str, path=path)
-        try:
-            return base64.b64decode(text, validate=True)
-        except binascii.Error as error:
-            raise SandboxError(f"{path}: the sandbox's reply is not a file") from error
-
-    async def write_file(self, path: str, content: bytes) -> None:
-        """See Sandbox.write_file. Raises SandboxError."""
-        if len(content) > self._section.file_mib * 2**20:
-            raise SandboxError(f"{path}: more than file_mib, {self._section.file_mib} MiB")
-        text = base64.b64encode(content).decode()
-        await self._file_request("write", "", type(None), path=path, content=text)
-
-    async def export(self, folder: Path) -> tuple[str, ...]:
-        """See Sandbox.export. Raises SandboxError, and OSError where it can't be written."""
-        return await export_files(
-            self, folder, self._section.disk_mib, lambda: self._process is None
-        )
+    async def _file_request(self, do: str, kind: type[_T], **fields: Any) -> _T:
+        reply = await self._ask(do, FILE_S, **fields)
+        if "refused" in reply:
+            raise SandboxError(storable(str(reply["refused"])))
+        return await self._convert(reply.get(_REPLY_KEYS[do]), kind)
 
     async def close(self) -> None:
-        """See Sandbox.close."""
         self._is_closed = True
         await self._end()
-
-    def _deadline(self, deadline_s: float | None) -> float:
-        limit = self._section.timeout_s if deadline_s is None else deadline_s
-        if not 0 < limit < 1e6:
-            raise SandboxError(f"a deadline of {limit} s: give seconds above 0 and below a million")
-        return limit
 
     def _bounded(self, text: str) -> str:
         """Bounds a text. Head and tail were cut inside; a longer text does not come from the
         supervisor."""
         return storable(text, 2 * self._section.output_kib * 1024 + 200)
 
-    async def _ensure(self) -> bool:
-        """Starts another sandbox if the last one has ended. Returns whether it did."""
-        if self._is_closed:
-            raise SandboxError("the sandbox is closed")
+    async def _is_running(self) -> bool:
         if self._process is not None and self._process.poll() is not None:
             await self._end()
-
-        is_new = self._process is None
-        if is_new:
-            await self.start()
-
-        if self._is_closed:  # it was closed while it was started
-            await self._end()
-            raise SandboxError("the sandbox is closed")
-
-        return is_new
-
-    async def _file_request(self, do: str, key: str, kind: type[_T], **fields: Any) -> _T:
-        if not is_unicode(fields.get("path", "")):
-            raise SandboxError(
-                f"the path {fields['path'][:200]!r} is not valid Unicode: give another name"
-            )
-
-        async with self._lock:
-            await self._ensure()
-            try:
-                reply = await self._ask(do, FILE_S, **fields)
-                if "refused" in reply:
-                    raise SandboxError(storable(str(reply["refused"])))
-                return await self._convert(reply.get(key), kind)
-            except SandboxEnded as ended:
-                raise SandboxError(f"the sandbox has ended: {ended.failure.message}") from ended
+        return self._process is not None
 
     async def _ask(self, do: str, limit_s: float, **fields: Any) -> dict[str, Any]:
         """Sends one request and returns its reply. Raises SandboxEnded, after it has ended
@@ -402,7 +308,9 @@ class LocalSandbox:
         try:
             async with asyncio.timeout(limit_s + MARGIN_S):
                 self._write({"id": number, "do": do, **fields})
-                return await self._reply_to(number)
+                return await self._reply(
+                    lambda: self._read_for(number), lambda reply: "call" in reply
+                )
         except TimeoutError:
             failure = Failure("Timeout", f"the sandbox did not answer within {limit_s:g} s")
         except SandboxEnded as ended:
@@ -414,51 +322,17 @@ class LocalSandbox:
         await self._end()
         raise SandboxEnded(failure)
 
-    async def _reply_to(self, number: int) -> dict[str, Any]:
-        calling: asyncio.Task[None] | None = None
-        try:
-            while True:
-                message = await self._read()
-                if message.get("id") != number:
-                    raise violation("a reply to no request")
-                if "call" not in message:
-                    return message
-                if calling is not None and not calling.done():
-                    calling.cancel()  # the code no longer waits for it
+    async def _read_for(self, number: int) -> dict[str, Any]:
+        message = await self._read()
+        if message.get("id") != number:
+            raise violation("a reply to no request")
+        return message
 
-                calling = asyncio.create_task(self._answer(message))
-        finally:
-            if calling is not None:
-                calling.cancel()
-                await asyncio.wait([calling], timeout=1.0)
-
-    async def _answer(self, message: dict[str, Any]) -> None:
-        number = message.get("number")
-        name = message["call"]
-        answer: dict[str, Any]
-        try:
-            answer = {"result": await self._call(name, message.get("arguments"))}
-            if len(msgspec.json.encode(answer)) > LARGEST_CALL:
-                answer = {"error": f"{name}: the result has more than {LARGEST_CALL:,} bytes"}
-        except AgentEvoError as error:
-            answer = {"error": storable(str(error))}
-        except Exception as error:  # noqa: BLE001 (a tool's author may raise anything)
-            answer = {"error": f"{storable(str(name), 100)} has failed: {type(error).__name__}"}
-
-        if isinstance(number, int):
+    async def _send_answer(self, call: dict[str, Any]) -> None:
+        result, error = await self._call_tool(call["call"], call.get("arguments"))
+        answer = {"result": result} if error is None else {"error": error}
+        if isinstance(number := call.get("number"), int):
             self._write({"do": "answer", "number": number, **answer})
-
-    async def _call(self, name: Any, arguments: Any) -> Any:
-        tool = self._tools.get(name) if isinstance(name, str) else None
-        if tool is None or not isinstance(arguments, dict):
-            raise SandboxError(f"there is no tool {storable(str(name), 100)!r}")
-
-        self._num_calls += 1
-        if self._num_calls > self._section.max_tool_calls:
-            limit = self._section.max_tool_calls
-            raise SandboxError(f"more than max_tool_calls={limit} tool calls in one run")
-
-        return await tool.call(arguments)
 
     def _write(self, message: dict[str, Any]) -> None:
         content = msgspec.json.encode(message)
@@ -521,3 +395,25 @@ def _move(pid: int, group: ControlGroup) -> None:
         group.add([pid, *descendants(pid)])
     except OSError as error:
         raise SandboxError(f"a process can't be put into its cgroup: {error}") from error
+
+
+@sandboxes.register("none")
+class Unconfined(LocalKind):
+    """No protection except limits of memory, time and sizes: code that you wrote runs as this user,
+    with its network and files. Used only if the recipe sets `type: none`."""
+
+    name = "none"
+
+    def obstacle(self) -> str:
+        return ""
+
+    def launch(self, section: SandboxSection) -> SandboxLaunch:
+        folder = new_folder()
+        return SandboxLaunch(
+            [python_program(), "-I", "-S", "-B", str(INSIDE / "supervisor.py")],
+            supervisor_settings(section, work=str(folder), is_alone=False, counts_processes=False),
+            folder=folder,
+            has_namespace=False,
+            work=str(folder),
+            clean=lambda: shutil.rmtree(folder, ignore_errors=True),
+        )

@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,14 +59,6 @@ _FIRST_LINE = 4096
 """The bytes at the start of a script in which its interpreter is named."""
 
 
-@dataclass(frozen=True)
-class _SeenFolders:
-    """See launch.SeenMounts."""
-
-    disk_mib: int
-    packages: bool = True
-
-
 class ProgramConfinement:
     """Limits around one program that the words of `sandboxed` start, and its children: a cgroup if
     possible, and the watch of memory, processes and files."""
@@ -76,9 +67,7 @@ class ProgramConfinement:
         """Called before the program starts. Blocks for a moment. Raises SandboxError and
         OSError."""
         self._section = section
-        self._group = new_group(
-            _ProgramLimits(section.memory_mib, section.disk_mib, section.processes)
-        )
+        self._group = new_group(section.memory_mib + section.disk_mib, section.processes)
         self._pid: int | None = None
 
     def apply(self, pid: int, notify: Callable[[str], None]) -> None:
@@ -116,16 +105,6 @@ class ProgramConfinement:
             self._group.end(time.monotonic() + ENDING_S)
 
 
-@dataclass(frozen=True)
-class _ProgramLimits:
-    """See cgroups.Limits."""
-
-    memory_mib: int
-    disk_mib: int
-    processes: int
-    cpus: float | None = None
-
-
 def sandbox_command(
     command: str, arguments: Sequence[str], section: ProgramSandboxSection, folder: Path | None
 ) -> list[str]:
@@ -158,7 +137,10 @@ def sandbox_command(
         bwrap,
         *_namespaces(way, section.network),
         *visible_words(
-            _SeenFolders(section.disk_mib), read_only, list(map(_existing_path, section.read_write))
+            section.disk_mib,
+            packages=True,
+            read_only=read_only,
+            read_write=list(map(_existing_path, section.read_write)),
         ),
         "--setenv",
         "HOME",

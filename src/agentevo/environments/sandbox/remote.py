@@ -9,23 +9,17 @@ the client, the calls arrive over the same connection and run in this process.
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import contextlib
 import itertools
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from agentevo.environments.sandbox import wire
-from agentevo.environments.sandbox.exporting import export_files
-from agentevo.environments.sandbox.inside.frames import LARGEST_CALL
-from agentevo.environments.sandbox.replies import (
+from agentevo.environments.sandbox.client import (
+    SandboxClient,
     SandboxEnded,
-    code_problem,
     longest_message,
     violation,
 )
@@ -54,6 +48,7 @@ FILE_S = 60.0
 CLOSE_S = 1.0
 _FORBIDDEN = 403
 _T = TypeVar("_T")
+_FILE_REQUESTS: dict[str, Any] = {"files": wire.Files, "read": wire.Read, "write": wire.Write}
 
 
 @sandboxes.register("remote")
@@ -81,16 +76,15 @@ class Remote:
         return sandbox
 
 
-class RemoteSandbox:
-    """A sandbox on a server; see Sandbox."""
+class RemoteSandbox(SandboxClient):
+    """A sandbox on a server."""
+
+    server_lost = True
 
     def __init__(self, section: SandboxSection, tools: Mapping[str, SandboxTool]) -> None:
-        self._section = section
-        self._tools = dict(tools)
-        self._lock = asyncio.Lock()
+        super().__init__(section, tools)
         self._connection: ClientConnection | None = None
         self._ids = itertools.count(1)
-        self._is_closed = False
 
     async def start(self) -> None:
         """Raises SandboxError."""
@@ -108,100 +102,34 @@ class RemoteSandbox:
                 await self._send(opening)
                 answer = await self._receive()
         except TimeoutError as error:
-            self._end()
+            self._abort()
             raise SandboxError(f"{section.url}: no sandbox within {limit:g} s") from error
         except SandboxEnded as ended:
             raise SandboxError(f"{section.url}: {ended}") from ended
         except BaseException:
-            self._end()
+            self._abort()
             raise
 
         if isinstance(answer, wire.Opened):
             return
 
-        self._end()
+        self._abort()
         reason = (
             answer.message if isinstance(answer, wire.Refused) else "it speaks another protocol"
         )
         raise SandboxError(f"{section.url}: {storable(reason)}")
 
-    async def run(self, code: str, deadline_s: float | None = None) -> Execution:
-        """See Sandbox.run."""
-        limit = self._deadline(deadline_s)
-        if (refusal := code_problem(code)) is not None:
-            return Execution("", "", None, refusal, (), 0.0, is_alive=True, is_new=False)
+    async def _run(self, code: str, limit_s: float) -> Execution:
+        return await self._request(wire.Run(next(self._ids), code, limit_s), Execution, limit_s)
 
-        async with self._lock:
-            is_new = await self._ensure_open()
-            started_at = time.monotonic()
-            try:
-                request = wire.Run(next(self._ids), code, limit)
-                execution = await self._request(request, Execution, limit)
-            except SandboxEnded as ended:
-                return Execution(
-                    stdout="",
-                    stderr="",
-                    value=None,
-                    error=ended.failure,
-                    files=(),
-                    duration_s=time.monotonic() - started_at,
-                    is_alive=False,
-                    is_new=is_new,
-                    files_lost=True,
-                )
+    async def _execute(self, argv: Sequence[str], stdin: bytes, limit_s: float) -> ProgramRun:
+        request = wire.Execute(next(self._ids), tuple(argv), stdin, limit_s)
+        return await self._request(request, ProgramRun, limit_s)
 
-        return msgspec.structs.replace(execution, is_new=execution.is_new or is_new)
-
-    async def execute(
-        self, argv: Sequence[str], *, stdin: bytes = b"", deadline_s: float | None = None
-    ) -> ProgramRun:
-        """See Sandbox.execute. Raises SandboxError."""
-        limit = self._deadline(deadline_s)
-        self._check_size("stdin", stdin)
-        async with self._lock:
-            await self._ensure_open()
-            started_at = time.monotonic()
-            request = wire.Execute(next(self._ids), tuple(argv), stdin, limit)
-            try:
-                return await self._request(request, ProgramRun, limit)
-            except SandboxEnded as ended:
-                duration_s = time.monotonic() - started_at
-                return ProgramRun(
-                    stdout="",
-                    stderr="",
-                    exit_code=None,
-                    error=ended.failure,
-                    files=(),
-                    duration_s=duration_s,
-                    files_lost=True,
-                    server_lost=True,
-                )
-
-    async def files(self) -> dict[str, int]:
-        """See Sandbox.files. Raises SandboxError."""
-        return await self._file_request(wire.Files(next(self._ids)), dict[str, int])
-
-    async def read_file(self, path: str) -> bytes:
-        """See Sandbox.read_file. Raises SandboxError."""
-        text = await self._file_request(wire.Read(next(self._ids), path), str)
-        try:
-            return base64.b64decode(text, validate=True)
-        except binascii.Error as error:
-            raise SandboxError(f"{path}: the server's reply is not a file") from error
-
-    async def write_file(self, path: str, content: bytes) -> None:
-        """See Sandbox.write_file. Raises SandboxError."""
-        self._check_size(path, content)
-        await self._file_request(wire.Write(next(self._ids), path, content), type(None))
-
-    async def export(self, folder: Path) -> tuple[str, ...]:
-        """See Sandbox.export. Raises SandboxError, and OSError if the folder can't be written."""
-        return await export_files(
-            self, folder, self._section.disk_mib, lambda: self._connection is None
-        )
+    async def _file_request(self, do: str, kind: type[_T], **fields: Any) -> _T:
+        return await self._request(_FILE_REQUESTS[do](next(self._ids), **fields), kind, FILE_S)
 
     async def close(self) -> None:
-        """See Sandbox.close."""
         self._is_closed = True
         connection = self._connection
         self._connection = None
@@ -213,37 +141,11 @@ class RemoteSandbox:
             except TimeoutError:
                 connection.transport.abort()
 
-    def _deadline(self, deadline_s: float | None) -> float:
-        limit = self._section.timeout_s if deadline_s is None else deadline_s
-        if not 0 < limit < 1e6:
-            raise SandboxError(f"a deadline of {limit} s: give seconds above 0 and below a million")
-        return limit
+    async def _is_running(self) -> bool:
+        return self._connection is not None
 
-    def _check_size(self, name: str, content: bytes) -> None:
-        if len(content) > self._section.file_mib * 2**20:
-            raise SandboxError(f"{name}: more than file_mib, {self._section.file_mib} MiB")
-
-    async def _ensure_open(self) -> bool:
-        """Opens another sandbox if the last one has ended. Returns whether it opened one."""
-        if self._is_closed:
-            raise SandboxError("the sandbox is closed")
-        if self._connection is not None:
-            return False
-
-        await self.start()
-        if self._is_closed:  # `close` ran while the sandbox was opening
-            self._end()
-            raise SandboxError("the sandbox is closed")
-
-        return True
-
-    async def _file_request(self, request: wire.Request, kind: type[_T]) -> _T:
-        async with self._lock:
-            await self._ensure_open()
-            try:
-                return await self._request(request, kind, FILE_S)
-            except SandboxEnded as ended:
-                raise SandboxError(f"the sandbox has ended: {ended.failure.message}") from ended
+    async def _end(self) -> None:
+        self._abort()
 
     async def _request(self, request: wire.Request, kind: type[_T], limit_s: float) -> _T:
         """Sends one request and returns its reply. Raises SandboxError if the server refuses the
@@ -255,57 +157,30 @@ class RemoteSandbox:
             if isinstance(reply, wire.Done):
                 return msgspec.convert(reply.value, kind)
         except TimeoutError:
-            self._end()
+            self._abort()
             failure = Failure("Timeout", f"the server did not answer within {limit_s:g} s")
             raise SandboxEnded(failure) from None
         except msgspec.ValidationError as error:
-            self._end()
+            self._abort()
             raise violation(f"a reply of another form ({error})") from error
         except SandboxError:
             raise  # nothing was sent
         except BaseException:
-            self._end()
+            self._abort()
             raise
 
         raise SandboxError(storable(reply.message))
 
     async def _reply_to(self, request_id: int) -> wire.Done | wire.Failed:
-        tool_call: asyncio.Task[None] | None = None
-        try:
-            while True:
-                message = await self._receive()
-                if isinstance(message, (wire.Done, wire.Failed)) and message.id == request_id:
-                    return message
-                if not isinstance(message, wire.Call):
-                    raise violation("a reply to no request")
-                if tool_call is not None and not tool_call.done():
-                    tool_call.cancel()  # the code no longer waits for this call
+        message = await self._reply(self._receive, lambda reply: isinstance(reply, wire.Call))
+        if not isinstance(message, (wire.Done, wire.Failed)) or message.id != request_id:
+            raise violation("a reply to no request")
+        return message
 
-                tool_call = asyncio.create_task(self._answer(message))
-        finally:
-            if tool_call is not None:
-                tool_call.cancel()
-                await asyncio.wait([tool_call], timeout=1.0)
-
-    async def _answer(self, call: wire.Call) -> None:
-        tool = self._tools.get(call.name)
-        error = ""
-        try:
-            if tool is None:
-                raise SandboxError(f"there is no tool {storable(call.name, 100)!r}")
-            answer = wire.Answer(call.number, await tool.call(call.arguments))
-            if len(wire.to_json(answer)) > LARGEST_CALL:
-                error = f"{call.name}: the result has more than {LARGEST_CALL:,} bytes"
-        except AgentEvoError as problem:
-            error = storable(str(problem))
-        except Exception as problem:  # noqa: BLE001 (a tool's author may raise anything)
-            error = f"{storable(call.name, 100)} has failed: {type(problem).__name__}"
-
-        if error:
-            answer = wire.Answer(call.number, error=error)
-
+    async def _send_answer(self, call: wire.Call) -> None:
+        result, error = await self._call_tool(call.name, call.arguments)
         with contextlib.suppress(SandboxEnded):  # the receiver reports the end
-            await self._send(answer)
+            await self._send(wire.Answer(call.number, result, error))
 
     async def _send(self, message: wire.FromClient) -> None:
         """Raises SandboxEnded."""
@@ -336,15 +211,15 @@ class RemoteSandbox:
         except (ConnectionClosed, OSError) as error:
             raise self._connection_lost(error) from error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            self._end()
+            self._abort()
             raise violation("a message that is no reply") from error
 
     def _connection_lost(self, error: Exception) -> SandboxEnded:
-        self._end()
+        self._abort()
         message = f"the connection to {self._section.url} ended ({describe_error(error)})"
         return SandboxEnded(Failure("SandboxDied", storable(message, 500)))
 
-    def _end(self) -> None:
+    def _abort(self) -> None:
         """Closes the connection immediately, without a message to the server."""
         connection = self._connection
         self._connection = None

@@ -27,8 +27,8 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from agentevo.environments.sandbox import Sandbox, SandboxTool, sandboxes, wire
+from agentevo.environments.sandbox.client import longest_message
 from agentevo.environments.sandbox.open_sandbox import chosen_kind
-from agentevo.environments.sandbox.replies import longest_message
 from agentevo.environments.sandbox.section import SandboxSection
 from agentevo.errors import AgentEvoError, ConfigError, SandboxError, describe_error, storable
 from agentevo.inference.serving.admission import (

@@ -14,9 +14,10 @@ import asyncio
 import hashlib
 import json
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from agentevo.agents.tools.toolbox import AttemptTools, Toolbox
 from agentevo.config.tools import FunctionToolSection
@@ -39,36 +40,28 @@ class LessonCall:
     arguments: Mapping[str, Any]
 
 
-class Lesson(Protocol):
+class Lesson(ABC):
     """See the module."""
 
-    @property
-    def tool(self) -> str:
-        """The name of the tool."""
-        ...
+    tool: ClassVar[str]
+    """The name of the tool."""
+    instructions: ClassVar[str]
+    """The system message."""
+    rewards: ClassVar[Sequence[str]] = ()
+    """The names of the rewards that judge the answer. Empty if the reward depends on the tool's
+    state."""
 
-    @property
-    def instructions(self) -> str:
-        """The system message."""
-        ...
-
-    @property
-    def rewards(self) -> Sequence[str]:
-        """The names of the rewards that judge the answer. Empty if the reward depends on the tool's
-        state."""
-        ...
-
+    @abstractmethod
     def draw(self, draw: random.Random) -> dict[str, Any]:
         """A random task: `query`, `answer` (if the answer is judged), and the tool's metadata."""
-        ...
 
+    @abstractmethod
     def step(self, task: Mapping[str, Any], results: Sequence[str]) -> LessonCall | str:
         """The solver's next step after these results: a call, or the answer."""
-        ...
 
     def corpus(self) -> list[dict[str, str]]:
         """The passages for the tool; empty if it needs none."""
-        ...
+        return []
 
 
 def lesson_tasks(
@@ -138,11 +131,7 @@ async def _demonstrate(
 
 
 async def _play(
-    lesson: Lesson,
-    row: Mapping[str, Any],
-    tools: AttemptTools,
-    draw: random.Random,
-    quits: float,
+    lesson: Lesson, row: Mapping[str, Any], tools: AttemptTools, draw: random.Random, quits: float
 ) -> dict[str, Any]:
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": lesson.instructions},

@@ -18,14 +18,7 @@ CORPUS = "corpus.jsonl"
 
 
 def write_lesson(
-    tool: str,
-    folder: Path,
-    *,
-    count: int,
-    held_out: int,
-    shown: int,
-    seed: int,
-    quits: float = 0.0,
+    tool: str, folder: Path, *, count: int, held_out: int, shown: int, seed: int, quits: float = 0.0
 ) -> dict[str, Any]:
     """Writes the files into the folder, demonstrations last, and returns the tool's options. The
     tasks of the demonstrations are neither in the training file nor held out. Raises AgentEvoError

@@ -352,11 +352,7 @@ class SandboxSupervisor:
                 os.close(null)
 
     def _start(
-        self,
-        *,
-        stdin: int,
-        argv: list[str] | None = None,
-        control: tuple[int, int] | None = None,
+        self, *, stdin: int, argv: list[str] | None = None, control: tuple[int, int] | None = None
     ) -> SandboxedChild:
         """Starts a program with `argv`, or the interpreter, with both ends of its socket."""
         out = os.pipe()
