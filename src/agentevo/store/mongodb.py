@@ -228,6 +228,10 @@ class MongoRows(Rows):
         )
 
 
+async def _run_piece(piece: Piece, after: object, rows: MongoRows) -> tuple[int, Any]:
+    return await piece(rows, after)
+
+
 class MongoDBStore(Store):
     """`Store` describes the guarantees of the methods. `MongoDBStore.open` and `open_store` create
     a store object."""
@@ -387,7 +391,7 @@ class MongoDBStore(Store):
             for name, piece in pieces.items():
                 after = None
                 while True:
-                    work = partial(piece, after=after)
+                    work = partial(_run_piece, piece, after)
                     number, after = await self._run(what, work, "alone")
                     done[name] += number
                     if after is None:

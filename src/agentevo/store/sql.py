@@ -179,7 +179,7 @@ class SQLRows(Rows):
 
     async def _mappings(self, query: Select[Any], **parameters: Any) -> list[Row]:
         rows = await self.connection.execute(query, parameters)
-        return [row._mapping for row in rows]  # type: ignore[misc]
+        return [row._mapping for row in rows]
 
     async def find(
         self,

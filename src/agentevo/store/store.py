@@ -459,7 +459,7 @@ class Store(ABC):
         if not page:
             raise UnusableStoreError(f"no trajectory {trajectory_id!r} in {self.where}")
 
-        stored = page[0][1]
+        stored: StoredTrajectory = page[0][1]
         if stored.tokens_deleted:
             raise UnusableStoreError(
                 f"the turns of trajectory {trajectory_id!r} in {self.where} were deleted by "
