@@ -466,7 +466,8 @@ class Store(ABC):
                 "`agentevo store RUN gc --dropped`"
             )
 
-        return stored.trajectory
+        trajectory: Trajectory = stored.trajectory
+        return trajectory
 
     async def trajectories(
         self, **filters: Unpack[TrajectoryFilter]

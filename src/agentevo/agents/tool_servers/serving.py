@@ -172,8 +172,8 @@ class ToolServer:
                 self._told.add(kind)
                 to_stderr(f"{self._section.name}.{name}: {text}\n{traceback_of(error)}")
 
-        content = [TextContent(text=shorten_text(text, MAX_RESULT))]
-        return CallToolResult(content=content, is_error=is_error)
+        content = TextContent(text=shorten_text(text, MAX_RESULT))
+        return CallToolResult(content=[content], is_error=is_error)
 
     async def _session(self, context: Any) -> ToolSession:
         """The session of the client, opened with its first request. Raises MCPError if it can't be

@@ -4,6 +4,7 @@ and the rows of attention."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,21 +18,29 @@ MAX_CHUNK = 512
 mask."""
 
 
-@dataclass
-class StepBatch:
-    """Inputs of one forward pass over the new tokens of several sequences, concatenated."""
+class StepWork(Protocol):
+    """What a step computes for which sequences."""
 
     work: list[tuple[Sequence, int]]
     """(sequence, number of its tokens that this step computes) pairs."""
+    sampled: list[Sequence]
+    """Sequences whose next token is sampled, because this step computes their last token."""
+    scored: list[tuple[Sequence, int]]
+    """(sequence, number of its given tokens that this step scores) pairs."""
+
+
+@dataclass
+class StepBatch:
+    """A StepWork: inputs of one forward pass over the new tokens of several sequences, in a row."""
+
+    work: list[tuple[Sequence, int]]
     input_ids: torch.Tensor
     """[1, T]"""
     position_ids: torch.Tensor
     """[1, T]"""
     plan: CacheAttention
     sampled: list[Sequence]
-    """Sequences whose next token is sampled, because this step computes their last token."""
     scored: list[tuple[Sequence, int]]
-    """(sequence, number of its given tokens that this step scores) pairs."""
     logit_rows: torch.Tensor
     """Positions in the token row whose logits are needed: first those of `sampled`, then those of
     `scored`."""

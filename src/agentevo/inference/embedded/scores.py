@@ -17,7 +17,7 @@ from collections.abc import Sequence as Tokens
 
 import torch
 
-from agentevo.inference.embedded.batch import StepBatch
+from agentevo.inference.embedded.batch import StepWork
 from agentevo.inference.embedded.requests import EngineRequest
 from agentevo.inference.embedded.sampling import summed_weights
 from agentevo.inference.embedded.scheduler import Sequence
@@ -58,7 +58,7 @@ def given_logprobs(logits: torch.Tensor, ids: Tokens[int], temperature: float) -
 
 
 def take_scores(
-    batch: StepBatch, logits: torch.Tensor, version: int
+    batch: StepWork, logits: torch.Tensor, version: int
 ) -> Iterator[tuple[Sequence, EngineRequest]]:
     """Records the scores of the given tokens that a step predicts, under logits [n, V]. `version`:
     the version of the step's weights. Yields the requests that now have all of their scores."""

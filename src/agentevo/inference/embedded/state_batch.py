@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
 
 from agentevo.inference.embedded.batch import MAX_CHUNK
+from agentevo.inference.embedded.scheduler import Sequence as EngineSequence
 from agentevo.inference.embedded.state_scheduler import StateScheduler, StateSequence
 from agentevo.inference.embedded.states import (
     StateStack,
@@ -24,17 +26,19 @@ Work = tuple[StateSequence, int]
 
 
 class StateBatch:
-    """The work of a step. `work`, `sampled` and `scored` are those of StepBatch."""
+    """A StepWork: passes over states."""
 
     def __init__(
-        self, scheduler: StateScheduler, running: Sequence[StateSequence], prefill_tokens: int
+        self, scheduler: StateScheduler, running: list[EngineSequence], prefill_tokens: int
     ) -> None:
+        """`running`: sequences of that scheduler."""
         self.support = scheduler.support
         self.stacks = scheduler.stacks
-        self.work = _choose_work(self.support, running, prefill_tokens)
-        self.sampled = [s for s, count in self.work if _is_sampled(s, count)]
-        scored = [(s, _num_scored(s, count)) for s, count in self.work]
-        self.scored = [(sequence, count) for sequence, count in scored if count]
+        self._work = _choose_work(self.support, cast(list[StateSequence], running), prefill_tokens)
+        self.work: list[tuple[EngineSequence, int]] = [*self._work]
+        self.sampled: list[EngineSequence] = [s for s, n in self._work if _is_sampled(s, n)]
+        scored = [(s, _num_scored(s, count)) for s, count in self._work]
+        self.scored: list[tuple[EngineSequence, int]] = [(s, count) for s, count in scored if count]
 
     def logits(self, model: PreTrainedModel, version: int) -> torch.Tensor:
         """The logits [sampled + scored, V], by the model of that version of the weights. The
@@ -42,7 +46,7 @@ class StateBatch:
         together = []
         fresh = defaultdict[int, list[Work]](list)
         alone: list[list[Work]] = []
-        for sequence, count in self.work:
+        for sequence, count in self._work:
             if not self.support.continues:
                 fresh[0].append((sequence, count))
             elif not sequence.cached and self.support.stacks:

@@ -23,14 +23,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentevo.config import EngineSection
 from agentevo.errors import DeadlineExceededError, EngineError
-from agentevo.inference.embedded.batch import StepBatch, build_batch, choose_work
+from agentevo.inference.embedded.batch import StepBatch, StepWork, build_batch, choose_work
 from agentevo.inference.embedded.earlier_weights import EarlierWeights, PinnedEngine
 from agentevo.inference.embedded.grammars import EngineGrammars
 from agentevo.inference.embedded.kv_cache import kv_bytes_per_token
@@ -41,7 +41,7 @@ from agentevo.inference.embedded.sampling import draw_with_alternatives
 from agentevo.inference.embedded.scheduler import Scheduler, Sequence
 from agentevo.inference.embedded.scores import score_request, scored_completion, take_scores
 from agentevo.inference.embedded.state_batch import StateBatch
-from agentevo.inference.embedded.state_scheduler import StateScheduler, StateSequence
+from agentevo.inference.embedded.state_scheduler import StateScheduler
 from agentevo.inference.embedded.states import state_support
 from agentevo.inference.engine import (
     Engine,
@@ -449,10 +449,9 @@ class TorchEngine(PublishingEngine):
         """Runs one forward pass under that version. Returns how many requests it finished."""
         _, model = self._earlier.model_serving(version, self._version)
         if isinstance(self.scheduler, StateScheduler):
-            batch: StepBatch | StateBatch = StateBatch(
-                self.scheduler, cast(list[StateSequence], running), self._prefill_tokens
-            )
-            outputs = batch.logits(model, version)
+            states = StateBatch(self.scheduler, running, self._prefill_tokens)
+            batch: StepWork = states
+            outputs = states.logits(model, version)
         else:
             batch, outputs = self._tree_pass(model, running)
         logits = token_logits(self.model, outputs)  # [sampled + scored, tokens]
@@ -498,7 +497,7 @@ class TorchEngine(PublishingEngine):
             record(batch, recording)
         return batch, outputs.logits[0]
 
-    def _emit(self, batch: StepBatch | StateBatch, logits: torch.Tensor, version: int) -> int:
+    def _emit(self, batch: StepWork, logits: torch.Tensor, version: int) -> int:
         """Samples a token for each sequence whose tokens are all computed. Answers requests that
         end."""
         if not batch.sampled:

@@ -183,6 +183,9 @@ class Submissions(StepTasks):
         """See StepTasks.train."""
         return self.current.tasks
 
+    async def learn(self, store: Store) -> None:
+        """See StepTasks.learn. The program decides what comes next."""
+
 
 class SubmittedRollouts(RolloutSource):
     """The source of submitted attempts. The engine sleeps while the trainer changes the weights
