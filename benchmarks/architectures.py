@@ -112,6 +112,7 @@ For mixture-of-experts models whose routing can be replayed, see [Training](trai
 LIMIT = 1e-4
 """Nats."""
 GRADIENT_LIMIT = 1e-4
+NO_FLOAT64 = {"xglm": "its code does not run in float64, with which the figures are compared"}
 STEP_LIMITS = {"nemotron_h": 1e-3, "zamba2": 1e-2}
 """The limits of the engine for models whose step for one token differs from their own pass over a
 text, in nats."""
@@ -173,7 +174,10 @@ def all_names() -> list[str]:
 
 
 def check(name: str) -> Row:
-    row = Row(name)
+    row = Row(name, missing=NO_FLOAT64.get(name, ""))
+    if row.missing:
+        return row
+
     try:
         model = tiny_model(tiny_config(name))
     except Exception as error:  # noqa: BLE001
@@ -202,7 +206,13 @@ def check(name: str) -> Row:
         row.defect = _one_line(error)
 
     engine_limit = STEP_LIMITS.get(name, LIMIT)
-    limits = {"training": LIMIT, "engine": engine_limit, "gradient": GRADIENT_LIMIT, "lora": LIMIT}
+    lora_limit = max(LIMIT, 4 * row.figures.get("eager", 0.0))  # some are inexact in float32
+    limits = {
+        "training": LIMIT,
+        "engine": engine_limit,
+        "gradient": GRADIENT_LIMIT,
+        "lora": lora_limit,
+    }
     wrong = [key for key, limit in limits.items() if not row.figures.get(key, 0.0) <= limit]
     row.defect = row.defect or ", ".join(f"{key} {row.figures[key]:.1e}" for key in wrong)
     return row

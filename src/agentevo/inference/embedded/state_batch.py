@@ -63,7 +63,7 @@ class StateBatch:
             outputs |= _run_stack(model, stack)
         for works in [*fresh.values(), *alone]:
             if self.support.continues:
-                outputs |= _run_equal(model, works, self.support.positions)
+                outputs |= _run_equal(model, works)
             else:
                 outputs |= _run_again(model, works)
 
@@ -111,19 +111,15 @@ def _run_stack(model: PreTrainedModel, stack: StateStack) -> dict[int, torch.Ten
     return {id(members[row]): logits[n : n + 1] for n, (row, _) in enumerate(places)}
 
 
-def _run_equal(
-    model: PreTrainedModel, works: Sequence[Work], with_positions: bool
-) -> dict[int, torch.Tensor]:
+def _run_equal(model: PreTrainedModel, works: Sequence[Work]) -> dict[int, torch.Tensor]:
     """The same number of tokens of sequences without a state, or of one with a state."""
     count = works[0][1]
     first = works[0][0].cached
     texts = [s.ids[first : first + count] for s, _ in works]
     places = [(row, column) for row, (s, _) in enumerate(works) for column in _columns(s, count)]
     group = padded_group(texts, places, model)
-    positions = None
-    if with_positions:
-        positions = torch.arange(first, first + count, device=group.input_ids.device)
-        positions = positions.expand(len(works), -1)
+    positions = torch.arange(first, first + count, device=group.input_ids.device)
+    positions = positions.expand(len(works), -1)
     logits, state = run_states(model, group, works[0][0].state, positions)
     for row, (sequence, _) in enumerate(works):
         alone = len(works) == 1

@@ -56,9 +56,6 @@ class StateSupport:
     """Whether a pass continues from a state by several tokens."""
     stacks: bool
     """Whether states of different length can be computed in one pass."""
-    positions: bool
-    """Whether passes over a single state get the positions of their tokens. If not, the model
-    counts them."""
     fixed_bytes: int
     """The size of a state without its tokens."""
     bytes_per_token: int
@@ -115,18 +112,17 @@ def run_states(
     model: PreTrainedModel,
     group: RowGroup,
     state: Any,
-    positions: torch.Tensor | None = None,
+    positions: torch.Tensor,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Any]:
-    """One pass that continues from `state`, which may be changed. `positions` [B, L]: None lets the
-    model count them. `mask`: of stacked states. Returns the logits [n, V] at the group's places,
-    and the new state."""
+    """One pass that continues from `state`, which may be changed. `positions` [B, L]. `mask`: of
+    stacked states. Returns the logits [n, V] at the group's places, and the new state."""
     accepted = inspect.signature(causal_model(model).forward).parameters
     inputs: dict[str, Any] = {"use_cache": True}
     name = next((name for name in CACHE_NAMES if name in accepted), None)
     if name is not None and state is not None:
         inputs[name] = state
-    if positions is not None and "position_ids" in accepted:
+    if "position_ids" in accepted:
         inputs["position_ids"] = positions
     if mask is not None and "attention_mask" in accepted:
         inputs["attention_mask"] = mask
@@ -173,44 +169,41 @@ def _measure(model: PreTrainedModel) -> StateSupport:
             return False
         return logprob_difference(logits.float(), expected.float()) <= tolerance
 
-    def append(count: int, with_positions: bool) -> torch.Tensor:
-        state = _pass(model, text[:-count], None, with_positions)[1]
+    def append(count: int) -> torch.Tensor:
+        state = _pass(model, text[:-count], None)[1]
         # A model that keeps its state in its modules mixes it up with that of another sequence.
-        _pass(model, longer, None, with_positions)
-        return _pass(model, text[-count:], state, with_positions, len(text) - count)[0]
+        _pass(model, longer, None)
+        return _pass(model, text[-count:], state, len(text) - count)[0]
 
-    def stack(with_positions: bool) -> torch.Tensor:
-        states = [_pass(model, ids[:-1], None, with_positions)[1] for ids in (text, longer)]
+    def stack() -> torch.Tensor:
+        states = [_pass(model, ids[:-1], None)[1] for ids in (text, longer)]
         lengths = [len(text) - 1, len(longer) - 1]
         return _pass_stacked(model, [text[-1], longer[-1]], states, lengths)
 
-    for with_positions in (True, False):
-        if agrees(partial(append, 1, with_positions), expected[-1:]):
-            fixed_bytes, token_bytes = _sizes(_pass(model, text, None, with_positions)[1])
-            return StateSupport(
-                continues=True,
-                appends=agrees(partial(append, 6, with_positions), expected[-6:]),
-                stacks=agrees(
-                    partial(stack, with_positions), torch.stack([expected[-1], expected_longer[-1]])
-                ),
-                positions=with_positions,
-                fixed_bytes=fixed_bytes,
-                bytes_per_token=token_bytes,
-            )
+    if not agrees(partial(append, 1), expected[-1:]):
+        return StateSupport(False, False, False, 0, 0)
 
-    return StateSupport(False, False, False, False, 0, 0)
+    state = _pass(model, text, None)[1]
+    if not hasattr(state, "layers"):
+        return StateSupport(False, False, False, 0, 0)
+
+    fixed_bytes, token_bytes = _sizes(state)
+    return StateSupport(
+        continues=True,
+        appends=agrees(partial(append, 6), expected[-6:]),
+        stacks=agrees(stack, torch.stack([expected[-1], expected_longer[-1]])),
+        fixed_bytes=fixed_bytes,
+        bytes_per_token=token_bytes,
+    )
 
 
 def _pass(
-    model: PreTrainedModel, ids: list[int], state: Any, with_positions: bool, first: int = 0
+    model: PreTrainedModel, ids: list[int], state: Any, first: int = 0
 ) -> tuple[torch.Tensor, Any]:
     """The logits [T, V] of the tokens, which continue from a state of `first` tokens, and the new
     state."""
     group = padded_group([ids], [(0, column) for column in range(len(ids))], model)
-    positions = None
-    if with_positions:
-        device = group.input_ids.device
-        positions = torch.arange(first, first + len(ids), device=device).unsqueeze(0)
+    positions = torch.arange(first, first + len(ids), device=group.input_ids.device).unsqueeze(0)
     return run_states(model, group, state, positions)
 
 

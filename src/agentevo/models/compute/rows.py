@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,11 @@ PADDED_LAYERS = LAYER_TYPES | {
 }
 """The layer types for which the trial's short text shows whether padding changes a number. Sparse
 attention chooses tokens only in texts that are longer than its choice."""
+UNSOUND = {
+    "MoshiForCausalLM": "beyond its window, transformers' cache drops tokens that its pass sees",
+}
+"""Class -> why transformers computes it in two ways that differ. The trial's short text does not
+show it."""
 _KEY = "_agentevo_rows"
 """The attribute of a model that computes rows. Copies of the model keep it."""
 
@@ -96,16 +102,30 @@ def use_rows(model: PreTrainedModel, reason: str) -> None:
             alone = _text_logits(model, text)
             changed = _text_logits(model, [*text[:-1], other_texts[0][0]])
             in_company = _text_logits(model, text, longer)
+            placed = _text_logits(model, text, with_positions=True)
+            _check_gradient(alone, model)
         except Exception as error:
             cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise ModelError(f"{name}: transformers' own pass fails ({cause})") from error
 
     # Both passes have the same shape, so a causal model rounds alike.
+    alone, changed, in_company, placed = (
+        logits.detach() for logits in (alone, changed, in_company, placed)
+    )
     if not logprob_difference(changed[:-1], alone[:-1]) <= trial_tolerance(model) / 10:
         raise ModelError(
             f"{name}: a token sees those after it (is_decoder in its config.json is false, or it "
             "is no causal language model): choose a decoder"
         )
+
+    if not logprob_difference(placed, alone) <= trial_tolerance(model):
+        raise ModelError(
+            f"{name}: its positions do not begin at 0, or are counted without padding tokens, so a "
+            "token's position in the engine would not be the one in training: choose a decoder"
+        )
+
+    if name in UNSOUND:
+        raise ModelError(f"{name}: {UNSOUND[name]}: choose another model")
 
     kinds = set(getattr(inner.config.get_text_config(), "layer_types", None) or ())
     pads = kinds <= PADDED_LAYERS and (
@@ -114,13 +134,34 @@ def use_rows(model: PreTrainedModel, reason: str) -> None:
     vars(inner)[_KEY] = RowSettings(reason, pads)
 
 
-def _text_logits(model: PreTrainedModel, text: list[int], *others: list[int]) -> torch.Tensor:
-    """The logits [T, V] of a text in a pass with other texts."""
+def _text_logits(
+    model: PreTrainedModel, text: list[int], *others: list[int], with_positions: bool = False
+) -> torch.Tensor:
+    """The logits [T, V] of a text in a pass with other texts. `with_positions`: the model gets the
+    positions from 0 on, if its `forward` takes them."""
     group = padded_group([text, *others], [(0, column) for column in range(len(text))], model)
-    logits: torch.Tensor = run_rows(model, group).logits
+    inputs = {}
+    if with_positions and "position_ids" in signature(causal_model(model).forward).parameters:
+        inputs["position_ids"] = torch.arange(len(text), device=group.rows.device).unsqueeze(0)
+
+    logits: torch.Tensor = run_rows(model, group, **inputs).logits
     if logits.shape[:2] != (1, len(text)):
         raise ValueError(f"logits of the shape {list(logits.shape)} for {len(text)} tokens")
-    return logits.detach()[0].float()
+    return logits[0].float()
+
+
+def _check_gradient(logits: torch.Tensor, model: PreTrainedModel) -> None:
+    """Raises whatever the model's backward pass raises, and ValueError if a pass with gradients
+    leaves its tensors in the modules: then the model can't be copied."""
+    trained = next((p for p in model.parameters() if p.requires_grad), None)
+    if trained is None or not logits.requires_grad:
+        return
+
+    torch.autograd.grad(logits.sum(), trained, allow_unused=True)
+    for module_name, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                raise ValueError(f"a pass leaves its state in {module_name}.{name}")
 
 
 def padded_group(
