@@ -107,9 +107,7 @@ def strange():
         ("granite-hybrid", "layers of the kind linear_attention"),
         ("llama4", "layers of the kind chunked_attention"),
         ("gpt-oss", "attention sinks"),
-        ("roberta", "RobertaForCausalLM: its positions do not begin at 0"),
         ("nemotron", "NemotronForCausalLM does not pass its arguments on to its attention"),
-        ("recurrent-gemma", "depends on the tokens around it by another way than attention"),
     ],
 )
 def test_architectures_that_compute_rows(name, reason, strange):
@@ -124,10 +122,18 @@ def test_architectures_that_compute_rows(name, reason, strange):
     assert model.config._attn_implementation == implementation
 
 
-@pytest.mark.parametrize("compute", ["auto", "tree", "rows"])
-def test_a_model_that_sees_later_tokens_is_refused(compute, strange):
-    with pytest.raises(ModelError, match="BertLMHeadModel: a token sees those after it"):
-        prepare(strange("bert"), compute=compute)
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("bert", "BertLMHeadModel: a token sees those after it"),
+        ("roberta", "RobertaForCausalLM: its positions do not begin at 0"),
+        ("recurrent-gemma", "a pass leaves its state in model.layers.0"),
+    ],
+)
+@pytest.mark.parametrize("compute", ["auto", "rows"])
+def test_a_model_that_neither_way_computes_is_refused(compute, name, reason, strange):
+    with pytest.raises(ModelError, match=reason):
+        prepare(strange(name), compute=compute)
 
 
 def test_a_model_that_the_tree_computes_can_be_asked_to_compute_rows(random_model):
