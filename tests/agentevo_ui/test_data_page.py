@@ -17,6 +17,7 @@ import pytest
 from agentevo.store import open_store
 from agentevo.store.records import RetryPolicy
 from agentevo.types import QUERY_MESSAGES, Task, Trajectory
+from agentevo_ui import shared_answers
 from agentevo_ui.task_tallies import ORDERS, tasks
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202eevil & \"'>"
@@ -109,10 +110,8 @@ def pages(
             found = {
                 key: await client.get(f"/runs/mine.sqlite/{path}") for key, path in paths.items()
             }
-            with (
-                mock.patch("agentevo_ui.data_page.MAX_SET_ASIDE", 1),
-                mock.patch("agentevo_ui.shared_answers.KEPT_S", 0.0),
-            ):
+            with mock.patch("agentevo_ui.data_page.MAX_SET_ASIDE", 1):
+                await asyncio.sleep(2 * shared_answers.KEPT_S)  # no page from before is left
                 found["aside"] = await client.get("/runs/mine.sqlite/data?q=HAL")
                 link = link_of(found["aside"], "next")
                 assert link is not None

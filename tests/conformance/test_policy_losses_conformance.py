@@ -340,7 +340,7 @@ def test_minirl_names_the_aggregation_of_its_switches() -> None:
     [
         ("ppo", {}, "did you mean"),
         ("ppo_clip", {"clip_low": 1.5}, "at least 0 and at most 1"),
-        ("ppo_clip", {"dual_clip": 0.9}, r"0 \(off\) or a number above 1"),
+        ("ppo_clip", {"dual_clip": 0.9}, "0 for off, or a number above 1"),
         ("ppo_clip", {"clip": 0.2}, "no hyper-parameter 'clip'"),
         ("ppo_clip", {"mask": torch.ones(2, 4)}, r"mask has shape \[2, 4\]"),
         ("ppo_clip", {"old_logp": torch.ones(3)}, r"old_logp has shape \[3\]"),

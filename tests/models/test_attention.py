@@ -79,7 +79,7 @@ def test_what_is_not_supported_is_refused(random_model):
         _supports_attention_backend = False
 
     with pytest.raises(ModelError, match="OldModel does not use transformers' attention interface"):
-        prepare(OldModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=11)))
+        prepare(OldModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=11)), compute="tree")
 
     q = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ModelError, match="attention sinks"):

@@ -76,7 +76,7 @@ def test_what_is_missing_is_wrong_and_nothing_is_played(checks, monkeypatch):
 
     assert {one.status for one in found.values()} == {"wrong"}
     assert "no tools listed" in found["tools manager"].finding
-    assert "NO_SUCH_KEY is not set" in found["tools keyed"].finding
+    assert "NO_SUCH_KEY holds no key" in found["tools keyed"].finding
     assert "serves no 'qwen-15b': did you mean 'qwen-14b'?" in found["remote model helper"].finding
     assert "refuses" in found["remote model judge"].finding
     assert "NO_SUCH_KEY is not set" in found["remote model spare"].finding
