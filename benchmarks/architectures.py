@@ -80,7 +80,7 @@ model. Log-probs are exact in each case but two: transformers' own step for one 
 and zamba2 leaves out the lower bound of Mamba's time step, which its pass over a text has.
 
 `python benchmarks/architectures.py --write` made the tables with transformers {version}, on tiny
-models with random weights in float32 on a CPU: {counts}.
+models with random weights in float32 on a CPU: {counts}
 
 ## How to read the figures
 
@@ -359,7 +359,7 @@ def page(rows: Sequence[Row]) -> str:
     }
     counts = ", ".join(f"{len(part)} {verdict}" for verdict, part in by_verdict.items() if part)
     rows_count = sum(row.way == "rows" for row in by_verdict["exact"])
-    counts += f"; {rows_count} of the exact ones compute rows"
+    counts += f".\n{rows_count} of the exact ones compute rows."
     lines = [
         INTRODUCTION.format(version=transformers.__version__, counts=counts),
         "## Exact",

@@ -224,7 +224,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"layer_types": ALTERNATING},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "mamba2": {"head_dim": 16, "n_groups": 2},
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "minimax_m3_vl_text": {
+        "index_n_heads": 2,
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+    },
     "reformer": {
         "is_decoder": True,
         "attn_layers": ["local", "lsh"],

@@ -87,8 +87,9 @@ def shares_prefixes(model: nn.Module, wanted: bool) -> bool:
 
 
 def use_rows(model: PreTrainedModel, reason: str) -> None:
-    """Makes a model compute rows, in place. Raises ModelError if the model is not causal: if what
-    it predicts after a token depends on later tokens."""
+    """Makes a model compute rows, in place. `reason`: why it does not compute the tree. Raises
+    ModelError for a model in which a token sees later ones, whose positions do not begin at 0, or
+    whose own pass fails."""
     inner = causal_model(model)
     if next(inner.parameters()).is_meta:
         vars(inner)[_KEY] = RowSettings(reason, pads=True)
@@ -106,12 +107,14 @@ def use_rows(model: PreTrainedModel, reason: str) -> None:
             _check_gradient(alone, model)
         except Exception as error:
             cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise ModelError(f"{name}: transformers' own pass fails ({cause})") from error
+            raise ModelError(
+                f"{name}: transformers' own pass fails ({cause}): choose another model"
+            ) from error
 
-    # Both passes have the same shape, so a causal model rounds alike.
     alone, changed, in_company, placed = (
         logits.detach() for logits in (alone, changed, in_company, placed)
     )
+    # Both passes have the same shape, so a causal model rounds alike.
     if not logprob_difference(changed[:-1], alone[:-1]) <= trial_tolerance(model) / 10:
         raise ModelError(
             f"{name}: a token sees those after it (is_decoder in its config.json is false, or it "
