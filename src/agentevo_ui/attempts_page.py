@@ -196,18 +196,13 @@ async def step(request: Request, run: str, step: int) -> HTMLResponse:
 
     def read(index: OpenIndex) -> _StepGroups:
         groups, next_after, total = index.step_groups(selection, after=after)
-        steps = index.steps().tolist()
         return _StepGroups(
             [_group(rows) for rows in groups],
             None
             if next_after is None
             else f"{base}?{urlencode(selection.query(after=next_after))}",
             total,
-            facts
-            | {
-                "before": max((n for n in steps if n < step), default=None),
-                "after": min((n for n in steps if n > step), default=None),
-            },
+            facts,
         )
 
     return await _answer(request, view, "step.html", read, selection, base, step=step)
@@ -249,13 +244,19 @@ def _group(rows: Sequence[IndexRow]) -> AttemptGroup:
 
 
 async def _step_facts(request: Request, view: RunView, step: int) -> dict[str, Any]:
-    """The facts of a committed step from its record. Without numbers if there is none."""
-    facts: dict[str, Any] = dict.fromkeys(("committed_at", "num_trained", "masked_tokens"))
+    """The facts of a committed step from its record, and the numbers of the steps before and after
+    it. None for what has no record."""
+    names = ("committed_at", "num_trained", "masked_tokens", "before", "after")
+    facts: dict[str, Any] = dict.fromkeys(names)
     facts["dropped"] = {}
     with suppress(AgentEvoError, TimeoutError):  # the page shows the index's rows
         async with dashboard(request).stores.reading(view.source) as store:
-            for record in await store.steps(after=step - 1, limit=1):
-                if record.step == step:
+            for record in await store.steps(after=step - 2, limit=3):
+                if record.step == step - 1:
+                    facts["before"] = record.step
+                elif record.step == step + 1:
+                    facts["after"] = record.step
+                elif record.step == step:
                     facts["committed_at"] = record.committed_at
                     facts["num_trained"] = record.num_trajectories
                     facts |= _plan_facts(record.record.get("plan"))

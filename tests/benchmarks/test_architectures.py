@@ -64,7 +64,8 @@ def architectures(monkeypatch):
 def test_training_engine_and_adapters_are_what_transformers_computes(name, architectures):
     row = architectures.check(name)
     assert row.verdict == "exact", row
-    assert row.figures.keys() >= {"training", "gradient", "engine", "lora"}
+    assert row.figures.keys() >= {"training", "gradient", "engine"}
+    assert "lora" in row.figures or "Mamba-based" in row.lora_refusal
 
 
 @pytest.mark.parametrize("name", ["bert", *slow("roberta", "xlnet")])

@@ -338,8 +338,8 @@ def test_heartbeats_keep_a_slow_group_and_end_one_whose_lease_is_lost(
                 )
                 async with await open_store(url) as other:
                     clock = type("Ahead", (), {"now": lambda self: _later(other_now())})()
-                    other_now = other._clock.now
-                    other._clock = clock
+                    other_now = other._local_clock.now
+                    other._local_clock = clock
                     stolen = await other.lease_tasks("thief", lease_s=60, limit=1)
 
                 assert len(stolen) == 1

@@ -275,11 +275,6 @@ class OpenIndex:
             for order, (column, _, _) in ORDERS.items()
         }
 
-    def steps(self) -> np.ndarray:
-        """The steps that have trained attempts, in order."""
-        is_trained = self.columns["alive"] & self.has_word("state", "committed")
-        return np.unique(self.columns["trained_step"][is_trained])
-
     def ids(self, seqs: Sequence[int]) -> dict[int, str]:
         """Maps a number to the attempt's id."""
         return {row["seq"]: row["id"] for row in self._by_seq("seq, id", seqs)}

@@ -178,7 +178,6 @@ def test_a_lock_is_waited_for_no_longer_either(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "words",
     [
-        ["top", "RUN"],
         ["trajectories", "show", "RUN"],
         ["report", "RUN"],
         ["audit", "RUN"],
