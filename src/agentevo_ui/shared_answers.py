@@ -31,6 +31,8 @@ PATHS = re.compile(
 )
 KEPT_S = 0.5
 MAX_ANSWERS = 64
+MAX_BYTES = 500_000
+"""The maximum size of a page that is cached."""
 MAX_QUERY_BYTES = 2_000
 """The maximum number of bytes of a query whose answer is cached."""
 MADE_S = 60.0
@@ -90,14 +92,14 @@ class SharedAnswers:
             await send(message)
 
     def _keep(self, key: AnswerKey, making: asyncio.Task[list[Message]]) -> None:
-        """Caches a complete page for KEPT_S seconds."""
+        """Caches a complete page of at most MAX_BYTES for KEPT_S seconds."""
 
         def forget() -> None:
             if key in self._answers and self._answers[key].making is making:
                 del self._answers[key]
 
         failed = making.cancelled() or making.exception() is not None
-        if failed or making.result()[0]["status"] != 200:
+        if failed or making.result()[0]["status"] != 200 or _size(making.result()) > MAX_BYTES:
             forget()
         else:
             asyncio.get_running_loop().call_later(KEPT_S, forget)
@@ -125,6 +127,10 @@ class SharedAnswers:
                 raise  # else app.py has reported the error, and answered
 
         return messages
+
+
+def _size(messages: list[Message]) -> int:
+    return sum(len(message.get("body", b"")) for message in messages)
 
 
 def _nothing_more() -> Receive:

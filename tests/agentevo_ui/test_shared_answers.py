@@ -90,6 +90,20 @@ def test_a_page_is_made_once_for_all_who_look(lake: Path, long: None) -> None:
     asyncio.run(scenario())
 
 
+def test_a_large_page_is_not_kept(lake: Path, long: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_answers, "MAX_BYTES", 100)
+
+    async def scenario() -> None:
+        async with visitors(lake, 1) as (memory, (viewer,), _):
+            first = await viewer.get("/runs/lake")
+            made = memory.num_made
+            again = await viewer.get("/runs/lake")
+            assert (first.status_code, again.status_code) == (200, 200)
+            assert memory.num_made == made + 1
+
+    asyncio.run(scenario())
+
+
 def test_a_committed_step_is_in_the_next_answer_after_its_news(lake: Path, long: None) -> None:
     async def scenario() -> None:
         async with visitors(lake, 1) as (memory, (viewer,), _):

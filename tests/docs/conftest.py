@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import agentevo.agents  # noqa: F401 (what registers later would be forgotten with a test's)
+# What registers later would be forgotten with a test's.
+import agentevo.agents
+import agentevo.inference.weights.transports  # noqa: F401
 from agentevo.runtime.registry import Registry
 
 RECIPES = Path(__file__).parents[2] / "recipes"

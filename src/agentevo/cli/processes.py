@@ -3,6 +3,7 @@ reach: `learn`, `sample` and `serve`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -166,15 +167,16 @@ def serve(
             f"--checkpoint {checkpoint}: an engine of a run has the weights of its trainer: add "
             "--openai to serve a checkpoint"
         )
-    for option, is_idle in (
-        ("--engine", engine and not gateway),
-        ("--max-models", max_models > 1 and not training),
-        ("--name", name and (gateway or training)),
-        (f"{overrides[0] if overrides else ''}", overrides and training),
-    ):
-        if is_idle:
-            raise ConfigError(f"{option} has no effect here: leave it out (agentevo serve --help)")
+    if overrides and training:
+        raise ConfigError(f"{overrides[0]}: changes are for a recipe, and --training reads none")
 
+    _refuse_idle(
+        {
+            "--engine": bool(engine) and not gateway,
+            "--max-models": max_models > 1 and not training,
+            "--name": bool(name) and (gateway or training),
+        }
+    )
     if openai:
         _serve_trained(target, overrides or [], checkpoint, host, port, tls, name)
         return
@@ -182,10 +184,6 @@ def serve(
     if training:
         from agentevo.api.loop.server import serve_loops
 
-        if overrides:
-            raise ConfigError(
-                f"{overrides[0]}: changes are for a recipe, and --training reads none"
-            )
         serve_loops(Path(target), host=host, port=port, tls=tls, max_models=max_models)
         return
 
@@ -199,6 +197,13 @@ def serve(
     from agentevo.runs.processes.serve import serve as run_engine
 
     run_engine(config, host=host, port=port, tls=tls, name=name or None, parent=parent or None)
+
+
+def _refuse_idle(options: Mapping[str, bool]) -> None:
+    """`options`: option of `serve` -> whether it has no effect. Raises ConfigError for one."""
+    for option, is_idle in options.items():
+        if is_idle:
+            raise ConfigError(f"{option} has no effect here: leave it out (agentevo serve --help)")
 
 
 def _serve_trained(

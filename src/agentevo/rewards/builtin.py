@@ -8,6 +8,7 @@ The reward `reasoning_gym`: the score that the task's dataset of reasoning-gym g
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -63,7 +64,7 @@ class FormatConfig(RewardConfig):
         return value
 
 
-class _AnswerReward:
+class _AnswerReward(ABC):
     """A reward that compares the stated answer with the right ones."""
 
     Config: type[AnswerConfig] = AnswerConfig
@@ -81,8 +82,9 @@ class _AnswerReward:
         """The right answers in the form that `compare` takes. Raises ValueError."""
         return right_answers(task)
 
+    @abstractmethod
     def compare(self, stated: str, right: list[Any], task: Task) -> float:
-        raise NotImplementedError
+        """The score of the stated answer. `right`: what `right` returns."""
 
 
 @reward("exact_match")

@@ -96,6 +96,10 @@ def test_a_corpus_that_can_not_be_read_says_where(tmp_path):
     with pytest.raises(ConfigError, match=r"corpus.jsonl:2: not a passage"):
         CorpusSearch(corpus=str(path))
 
+    path.write_text('{"text": "half of a pair: \\ud800"}\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"corpus.jsonl:1: .*half of a surrogate pair"):
+        CorpusSearch(corpus=str(path))
+
     path.write_text("\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="has no passages"):
         CorpusSearch(corpus=str(path))

@@ -89,6 +89,12 @@ def passage_of(row: Any, number: int = 0) -> Passage:
             if not isinstance(title, str):
                 head, newline, rest = text.partition("\n")
                 title, text = (head, rest) if newline and key == "contents" else ("", text)
+            try:
+                f"{title}{text}".encode()
+            except UnicodeEncodeError:
+                raise ValueError(
+                    "it has half of a surrogate pair, which is no character: remove it"
+                ) from None
             return Passage(str(row.get("id", number)), title, text)
 
     raise ValueError(f'not a passage: {json.dumps(row)[:100]}; write {{"title": ..., "text": ...}}')

@@ -15,7 +15,7 @@ from agentevo.inference.embedded.state_scheduler import StateScheduler, StateSeq
 from agentevo.inference.embedded.states import (
     StateStack,
     StateSupport,
-    has_tokens,
+    mask_of,
     run_states,
     select_rows,
 )
@@ -60,7 +60,7 @@ class StateBatch:
         stack = self.stacks.setdefault(version, StateStack())
         stack.put(together)
         if together:
-            outputs |= _run_stack(model, stack)
+            outputs |= _run_stack(model, stack, self.support)
         for works in [*fresh.values(), *alone]:
             if self.support.continues:
                 outputs |= _run_equal(model, works)
@@ -97,15 +97,16 @@ def _choose_work(
     return work
 
 
-def _run_stack(model: PreTrainedModel, stack: StateStack) -> dict[int, torch.Tensor]:
+def _run_stack(
+    model: PreTrainedModel, stack: StateStack, support: StateSupport
+) -> dict[int, torch.Tensor]:
     """One token of each member."""
     members = stack.members
     places = [(row, 0) for row, s in enumerate(members) if _columns(s, 1)]
     ids = [[s.ids[s.cached]] for s in members]
     group = padded_group(ids, places, model)
-    device = group.input_ids.device
-    positions = torch.tensor([[s.cached] for s in members], device=device)
-    mask = stack.mask(device) if has_tokens(stack.state) else None
+    positions = torch.tensor([[s.cached] for s in members], device=group.input_ids.device)
+    mask = mask_of(positions, stack.width) if support.bytes_per_token else None
     logits, stack.state = run_states(model, group, stack.state, positions, mask)
     stack.width += 1
     return {id(members[row]): logits[n : n + 1] for n, (row, _) in enumerate(places)}

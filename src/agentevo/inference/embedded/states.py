@@ -13,7 +13,6 @@ computed in another way: token by token, one sequence after another, or from the
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.models.compute.rows import RowGroup, padded_group, run_rows
+from agentevo.models.compute.rows import RowGroup, accepted_inputs, padded_group, run_rows
 from agentevo.models.compute.trial import (
     evaluating,
     logprob_difference,
@@ -102,10 +101,11 @@ class StateStack:
         row = select_rows(self.state, [self.members.index(sequence)], self.width)
         return _keep_last(row, sequence.cached)
 
-    def mask(self, device: torch.device) -> torch.Tensor:
-        """[B, width + 1]: 1 for the tokens of each member and for the next one, 0 for padding."""
-        padding = torch.tensor([self.width - s.cached for s in self.members], device=device)
-        return (torch.arange(self.width + 1, device=device) >= padding[:, None]).long()
+
+def mask_of(lengths: torch.Tensor, width: int) -> torch.Tensor:
+    """[B, width + 1] int64 for stacked states of these lengths [B, 1], of which `width` is the
+    longest: 1 for the tokens of each sequence and for the next one, 0 for padding."""
+    return (torch.arange(width + 1, device=lengths.device) >= width - lengths).long()
 
 
 def run_states(
@@ -117,28 +117,20 @@ def run_states(
 ) -> tuple[torch.Tensor, Any]:
     """One pass that continues from `state`, which may be changed. `positions` [B, L]. `mask`: of
     stacked states. Returns the logits [n, V] at the group's places, and the new state."""
-    accepted = inspect.signature(causal_model(model).forward).parameters
-    inputs: dict[str, Any] = {"use_cache": True}
+    accepted = accepted_inputs(model)
+    offered: dict[str, Any] = {"position_ids": positions, "attention_mask": mask}
+    offered |= dict.fromkeys(CACHE_NAMES, state)
+    inputs = {
+        name: value for name, value in offered.items() if name in accepted and value is not None
+    }
+    outputs = run_rows(model, group, **{"use_cache": True, **inputs})
     name = next((name for name in CACHE_NAMES if name in accepted), None)
-    if name is not None and state is not None:
-        inputs[name] = state
-    if "position_ids" in accepted:
-        inputs["position_ids"] = positions
-    if mask is not None and "attention_mask" in accepted:
-        inputs["attention_mask"] = mask
-
-    outputs = run_rows(model, group, **inputs)
-    return outputs.logits[0], getattr(outputs, name, None) if name is not None else None
+    return outputs.logits[0], None if name is None else getattr(outputs, name, None)
 
 
 def copy_state(state: Any) -> Any:
     """A state that shares no memory with the first one."""
     return copy.deepcopy(state)
-
-
-def has_tokens(state: Any) -> bool:
-    """Whether a state grows with its tokens."""
-    return any(place.axis is not None for place in _places(state))
 
 
 _SUPPORT: WeakKeyDictionary[torch.nn.Module, StateSupport] = WeakKeyDictionary()
@@ -214,11 +206,9 @@ def _pass_stacked(
     width = max(lengths)
     stacked = _join_states(states, width)
     group = padded_group([[id] for id in ids], [(row, 0) for row in range(len(ids))], model)
-    device = group.input_ids.device
-    positions = torch.tensor(lengths, device=device).unsqueeze(1)
-    padding = torch.tensor([width - length for length in lengths], device=device)
-    mask = (torch.arange(width + 1, device=device) >= padding[:, None]).long()
-    return run_states(model, group, stacked, positions, mask if has_tokens(stacked) else None)[0]
+    positions = torch.tensor(lengths, device=group.input_ids.device).unsqueeze(1)
+    mask = mask_of(positions, width) if _sizes(stacked)[1] else None
+    return run_states(model, group, stacked, positions, mask)[0]
 
 
 def _sizes(state: Any) -> tuple[int, int]:

@@ -10,9 +10,10 @@ length share a pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -144,7 +145,7 @@ def _text_logits(
     positions from 0 on, if its `forward` takes them."""
     group = padded_group([text, *others], [(0, column) for column in range(len(text))], model)
     inputs = {}
-    if with_positions and "position_ids" in signature(causal_model(model).forward).parameters:
+    if with_positions and "position_ids" in accepted_inputs(model):
         inputs["position_ids"] = torch.arange(len(text), device=group.rows.device).unsqueeze(0)
 
     logits: torch.Tensor = run_rows(model, group, **inputs).logits
@@ -176,6 +177,16 @@ def padded_group(
     ids = [[*text, *[0] * (width - len(text))] for text in texts]
     rows, columns = torch.tensor(places, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
     return RowGroup(torch.tensor(ids, device=device), rows, columns)
+
+
+def accepted_inputs(model: PreTrainedModel) -> frozenset[str]:
+    """The names of the arguments of the model's `forward`."""
+    return _argument_names(type(causal_model(model)).forward)
+
+
+@cache
+def _argument_names(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(signature(function).parameters)
 
 
 def run_rows(model: PreTrainedModel, group: RowGroup, **inputs: Any) -> Any:
