@@ -210,15 +210,20 @@ class MongoRows(Rows):
     async def write_calls(self, rows: Sequence[Row]) -> None:
         from pymongo import UpdateOne
 
-        first = await self._store._reserve_numbers("calls", len(rows))
-        updates: list[Any] = []
-        for index, row in enumerate(rows):
-            new = {"seq": first + index} | {name: row[name] for name in _CALL_FACTS}
-            changing = {name: row[name] for name in row if name != "id" and name not in new}
-            change = {"$setOnInsert": new, "$set": changing}
-            updates.append(UpdateOne({"_id": row["id"]}, change, upsert=True))
-
-        await self._collection("calls").bulk_write(updates, ordered=True, session=self._session)
+        last_rows = {row["id"]: row for row in rows}
+        found = await self.find("calls", ["id"], [("id", "in", [*last_rows])])
+        known = {row["id"] for row in found}
+        await self.insert("calls", [row for name, row in last_rows.items() if name not in known])
+        updates = [
+            UpdateOne(
+                {"_id": name},
+                {"$set": {key: row[key] for key in row if key not in ("id", *_CALL_FACTS)}},
+            )
+            for name, row in last_rows.items()
+            if name in known
+        ]
+        if updates:
+            await self._collection("calls").bulk_write(updates, session=self._session)
 
     async def take_turn(self) -> None:
         """Orders transactions: if two of them take a turn at the same time, one of them starts
