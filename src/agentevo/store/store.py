@@ -20,8 +20,9 @@ Invariants. (1) A trajectory is committed to at most one step, in the transactio
 step's record. (2) Only trajectories of the split `train` can be reserved. (3) Every call takes
 effect whole or not at all, and repeating a call changes nothing. So after `DeadlineExceededError`
 or `StoreUnavailableError` a caller may repeat its call. (`lease_task` then leaves a lease that
-expires. On MongoDB, `gc` and `clear` run in pieces, and the second call completes them.) (4) A
-record reads back as it was written, except that log-probs are rounded to float32.
+expires. `write_calls` of many calls, and on MongoDB `gc` and `clear`, run in pieces, and the second
+call completes them.) (4) A record reads back as it was written, except that log-probs are rounded
+to float32.
 
 Only `rewind` deletes facts: it undoes steps whose weights were lost by a resume from an older
 checkpoint. `clear` deletes all facts.
