@@ -19,7 +19,7 @@ MONGODB_PROGRAM = """
 import sys, time
 from secantus import SecantusDBServer
 # A transaction whose client was killed is in everybody's way until it is given up: after 4 seconds,
-# and not 60, that tests need not wait. One that takes longer is repeated in vain.
+# and not 60, that tests need not wait. A transaction that takes longer never succeeds.
 options = {"replica_set_name": sys.argv[2] or None, "transaction_lifetime_seconds": 4.0}
 server = SecantusDBServer(port=0, storage_path=sys.argv[1], **options)
 server.start()

@@ -38,7 +38,7 @@ from agentevo.errors import (
 from agentevo.runtime import trace_header
 from agentevo.runtime.event_loop import in_thread
 from agentevo.store.calls import LOST_S
-from agentevo.store.store import Store, open_store
+from agentevo.store.store import CALLS_AT_ONCE, Store, open_store
 from agentevo.store.trace_context import Asker, TracedMessage, TracePlace, Tracing, span_of
 from agentevo.types import Call, Status
 
@@ -50,8 +50,6 @@ MAX_HELD = 20_000
 """The maximum number of calls in memory, running or not yet written: about 10 MB."""
 MAX_STARTS = 2_000
 """The maximum number of calls that may start between two writes."""
-BATCH = 500
-"""The number of calls in a transaction."""
 MAX_TEXT = 300
 MAX_ATTRIBUTES = 16
 MAX_KEPT_CHARS = 2**16
@@ -203,7 +201,7 @@ class CallLog:
         done = 0
         try:
             while done < len(waiting):
-                batch = waiting[done : done + BATCH]
+                batch = waiting[done : done + CALLS_AT_ONCE]
                 await store.write_calls([call.record(self.recorder) for _, call in batch])
                 self._forget_written(batch)
                 done += len(batch)

@@ -213,6 +213,7 @@ class MongoRows(Rows):
         last_rows = {row["id"]: row for row in rows}
         found = await self.find("calls", ["id"], [("id", "in", [*last_rows])])
         known = {row["id"] for row in found}
+        # One command for all new calls: an upsert of each takes twice as long.
         await self.insert("calls", [row for name, row in last_rows.items() if name not in known])
         updates = [
             UpdateOne(

@@ -105,7 +105,8 @@ TABLES = ("calls", "tokens", "trajectories", "tasks", "steps")
 """The tables in the order in which their rows can be deleted."""
 _PAUSE_S = 0.02
 """The shortest time between two tries of a transaction, in seconds."""
-_CALLS_AT_ONCE = 200
+CALLS_AT_ONCE = 200
+"""The largest number of calls in a transaction, so that no other writer waits long for it."""
 
 T = TypeVar("T")
 Work = Callable[[Any], Awaitable[T]]
@@ -550,15 +551,15 @@ class Store(ABC):
     async def write_calls(self, calls: Iterable[Call]) -> None:
         """Writes calls that have started, or writes them again after they have ended. Calls without
         an end count as running for LOST_S seconds (calls.py). A transaction writes at most
-        _CALLS_AT_ONCE calls, so that no other writer waits long for it."""
+        CALLS_AT_ONCE calls."""
         new_calls = list(calls)
 
         async def write(rows: Rows, piece: Sequence[Call]) -> None:
             now = (await rows.now()).steady
             await rows.write_calls([encode_call(call, now) for call in piece])
 
-        for start in range(0, len(new_calls), _CALLS_AT_ONCE):
-            piece = new_calls[start : start + _CALLS_AT_ONCE]
+        for start in range(0, len(new_calls), CALLS_AT_ONCE):
+            piece = new_calls[start : start + CALLS_AT_ONCE]
             await self._run("write_calls", partial(write, piece=piece), "worker")
 
     async def renew_calls(self, recorder: str) -> None:
