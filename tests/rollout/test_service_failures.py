@@ -7,7 +7,7 @@ import random
 import re
 
 import pytest
-from services import counted, num_groups, serving, tasks_of, until
+from services import counted, num_groups, num_poisoned, serving, tasks_of, until
 
 from agentevo.agents import Outcome
 from agentevo.errors import (
@@ -55,7 +55,7 @@ def test_a_task_whose_engine_always_fails_becomes_poison(
             engine = moving_engine(fails=[EngineError("the engine's step failed: boom")] * 1000)
             service = make_service(engine, store, steps=1)
             async with serving(service):
-                await until(counted(store, "tasks/poison", 2))
+                await until(num_poisoned(service, 2))
 
             assert await store.summaries() == []
             assert service.stats()["sampler/tasks_poisoned"] == 2
@@ -70,6 +70,33 @@ def test_a_task_whose_engine_always_fails_becomes_poison(
     asyncio.run(scenario())
 
 
+def test_a_task_that_is_leased_again_before_its_last_attempt_is_over_is_played(
+    url, make_service, moving_engine
+):
+    """Quick. The answer of the database to `retry_task` comes late, after the task is leased."""
+
+    async def scenario():
+        async with await open_store(
+            url, retries=RetryPolicy(max_failures=2, first_delay_s=0.001)
+        ) as store:
+            retry_task = store.retry_task
+
+            async def retry_late(lease, error):
+                state = await retry_task(lease, error)
+                while state == "queued" and (await store.counts())["tasks/queued"] > 0:
+                    await asyncio.sleep(0.005)
+                await asyncio.sleep(0.1)
+                return state
+
+            store.retry_task = retry_late
+            engine = moving_engine(fails=[EngineError("boom")] * 1000)
+            service = make_service(engine, store, steps=1)
+            async with serving(service):
+                await until(counted(store, "tasks/poison", 2), within_s=60)
+
+    asyncio.run(scenario())
+
+
 def test_a_task_that_becomes_poison_is_told_of_once(url, make_service, moving_engine):
     told: list[str] = []
 
@@ -80,7 +107,7 @@ def test_a_task_that_becomes_poison_is_told_of_once(url, make_service, moving_en
             engine = moving_engine(fails=[EngineError("the engine's step failed: boom")] * 1000)
             service = make_service(engine, store, steps=1, note=told.append)
             async with serving(service):
-                await until(counted(store, "tasks/poison", 2))
+                await until(num_poisoned(service, 2))
             assert [one.partition(": ")[0] for one in told] == ["w"] * 2
 
             for task_id in ("t0", "t1", "t2", "t3", "t4", "t5"):

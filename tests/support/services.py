@@ -69,5 +69,14 @@ def num_running(service: SamplerService, count: int) -> Condition:
     return there
 
 
+def num_poisoned(service: SamplerService, count: int) -> Condition:
+    """True once the service has counted so many tasks as poison."""
+
+    async def there() -> bool:
+        return service.stats()["sampler/tasks_poisoned"] == count
+
+    return there
+
+
 async def tasks_of(store: Store) -> list[StoredTask]:
     return [task async for task in store.tasks()]

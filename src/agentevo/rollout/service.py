@@ -90,6 +90,8 @@ class _SampledWork:
     writing: bool = False
     is_lost: bool = False
     """Whether another service has the lease."""
+    is_returning: bool = False
+    """Whether the task goes back to the queue. A later lease of it begins new work."""
 
 
 class SamplerService:
@@ -226,7 +228,11 @@ class SamplerService:
             ),
             "lease_tasks",
         )
-        own_works = {work.lease.task.id: work for work in self._works if not work.is_lost}
+        own_works = {
+            work.lease.task.id: work
+            for work in self._works
+            if not work.is_lost and not work.is_returning
+        }
         for lease in leases:
             # the lease expired while the database was away, and no other service has the task
             if lease.task.id in own_works:
@@ -447,6 +453,7 @@ class SamplerService:
                 self._counts["tasks_poisoned"] += 1
                 self._note_poison(work.lease.task.id, error)
 
+        work.is_returning = True
         await self._end_lease(work, retry, "tasks_retried")
 
     def _note_poison(self, task_id: str, error: str) -> None:
