@@ -30,7 +30,7 @@ from fault_environment import SMALL, under
 from fault_processes import Component, ForkServer
 
 from agentevo.config import RunConfig, build_config
-from agentevo.store.store import open_store
+from agentevo.store.opening import open_store
 
 KINDS = ("serve", "serve", "sample", "sample", "learn")
 SAMPLE_S = 1.0

@@ -23,8 +23,8 @@ from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.rollout.sampler import Sampler
 from agentevo.runs.orchestration.components import open_components
 from agentevo.runtime.event_loop import run_coroutine
+from agentevo.store.opening import open_store
 from agentevo.store.records import RetryPolicy
-from agentevo.store.store import open_store
 from agentevo.training.trainer import Trainer
 from agentevo.types import Message, Task
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from servers import unused_name
 
-from agentevo.store.store import open_store
+from agentevo.store.opening import open_store
 
 
 async def all_ready(url, services, count, meanwhile=None):

@@ -18,8 +18,8 @@ from agentevo.errors import (
     StoreUnavailableError,
 )
 from agentevo.rollout import service as service_module
+from agentevo.store.opening import open_store
 from agentevo.store.records import RetryPolicy
-from agentevo.store.store import open_store
 from agentevo.types import Message
 
 ASKED = [Message("user", "left")]

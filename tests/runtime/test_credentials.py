@@ -29,7 +29,7 @@ from agentevo.runtime.credentials import (
     without_passwords,
 )
 from agentevo.store import open_store
-from agentevo.store.store import stores
+from agentevo.store.opening import stores
 
 PASSWORD = "s3cr:t@/?%#"
 AT_HOST = "vault://me:${env:VAULT_PASSWORD}@host"
@@ -39,7 +39,7 @@ VAULT = '''
 from urllib.parse import unquote, urlsplit
 from agentevo.errors import StoreError
 from agentevo.store.sqlite import SQLiteStore
-from agentevo.store.store import stores
+from agentevo.store.opening import stores
 
 if "vault" not in stores.names():
     @stores.register("vault")

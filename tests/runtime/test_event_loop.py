@@ -19,7 +19,7 @@ import pytest
 from agentevo.runtime import event_loop
 from agentevo.runtime.event_loop import TaskScope, outside_scopes, run_coroutine
 from agentevo.runtime.signals import Interrupt
-from agentevo.store.store import open_store
+from agentevo.store.opening import open_store
 
 
 async def pause() -> str:

@@ -13,7 +13,8 @@ from sqlalchemy import event, text
 from sqlalchemy.exc import DBAPIError
 
 from agentevo.errors import DeadlineExceededError, StoreError, StoreUnavailableError
-from agentevo.store import open_store, rows, sql, tables
+from agentevo.store import cleanup, open_store, sql, tables
+from agentevo.store.database_rows import DatabaseRows
 from agentevo.store.mongodb import MongoDBStore
 from agentevo.store.postgresql import PostgreSQLStore
 from agentevo.types import Task, Trajectory
@@ -167,11 +168,11 @@ def test_gc_on_mongodb_is_many_transactions(
     mongodb: MongoDB, make_trajectory: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that breaks off has done a part, and again does the rest."""
-    monkeypatch.setattr(rows, "CHUNK", 2)
-    delete = rows.Rows._delete_tokens
+    monkeypatch.setattr(cleanup, "CHUNK", 2)
+    delete = DatabaseRows.delete_tokens
     calls: list[list[str]] = []
 
-    async def breaks(self: rows.Rows, ids: list[str]) -> int:
+    async def breaks(self: DatabaseRows, ids: list[str]) -> int:
         calls.append(ids)
         if len(calls) == 2:
             raise StoreError("the connection is gone")
@@ -188,7 +189,7 @@ def test_gc_on_mongodb_is_many_transactions(
             await store._database["tokens"].insert_many(
                 [{"_id": f"{name}+", "data": b""} for name in names]
             )
-            monkeypatch.setattr(rows.Rows, "_delete_tokens", breaks)
+            monkeypatch.setattr(DatabaseRows, "delete_tokens", breaks)
 
             with pytest.raises(StoreError, match="the connection is gone"):
                 await store.gc(dropped=True)

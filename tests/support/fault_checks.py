@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from agentevo.config import RunConfig
 from agentevo.runs.audit.audit import Audit, audit
+from agentevo.store.opening import open_store
 from agentevo.store.records import StepRecord, StoredTask, StoredTrajectory
-from agentevo.store.store import open_store
 from agentevo.training.checkpoint import Checkpoints
 
 

@@ -22,7 +22,7 @@ HOUR_S = 3600.0
 def short_store_deadline(launch: Launch) -> None:
     """Calls of the store exceed their deadline after half a second."""
     from agentevo.runs.folder import store_opening
-    from agentevo.store.store import open_store
+    from agentevo.store.opening import open_store
 
     store_opening.open_store = partial(open_store, timeout_s=SHORT_S)  # type: ignore[attr-defined]
 

@@ -3,6 +3,7 @@
 from agentevo.store.calls import CallFilter, CallState, StoredCall
 from agentevo.store.clock import Clock, Now
 from agentevo.store.export import check_export, export_jsonl, export_store, import_store
+from agentevo.store.opening import StoreOpener, open_store, stores
 from agentevo.store.records import (
     Emptied,
     Lease,
@@ -17,7 +18,7 @@ from agentevo.store.records import (
     TrajectoryState,
     TrajectorySummary,
 )
-from agentevo.store.store import Store, StoreOpener, open_store, stores
+from agentevo.store.store import Store
 
 __all__ = [
     "CallFilter",

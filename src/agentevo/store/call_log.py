@@ -38,7 +38,8 @@ from agentevo.errors import (
 from agentevo.runtime import trace_header
 from agentevo.runtime.event_loop import in_thread
 from agentevo.store.calls import LOST_S
-from agentevo.store.store import CALLS_AT_ONCE, Store, open_store
+from agentevo.store.opening import open_store
+from agentevo.store.store import CALLS_AT_ONCE, Store
 from agentevo.store.trace_context import Asker, TracedMessage, TracePlace, Tracing, span_of
 from agentevo.types import Call, Status
 

@@ -30,20 +30,12 @@ from agentevo.runtime.credentials import without_password
 from agentevo.runtime.event_loop import in_thread
 from agentevo.store.clock import CLOCK_TOLERANCE_S, Now
 from agentevo.store.codec import decode_lease
+from agentevo.store.database_rows import Condition, Operator, Row
+from agentevo.store.opening import StoreOptions, older_schema, stores
 from agentevo.store.records import Lease
-from agentevo.store.rows import Condition, Operator, Row, Rows, expire_lease
-from agentevo.store.store import (
-    AWAY_S,
-    TABLES,
-    Piece,
-    Role,
-    Store,
-    StoreOptions,
-    T,
-    Work,
-    older_schema,
-    stores,
-)
+from agentevo.store.rows import Rows, expire_lease
+from agentevo.store.store import TABLES, Store
+from agentevo.store.transactions import AWAY_S, Piece, Role, T, Work
 
 if TYPE_CHECKING:
     from pymongo import AsyncMongoClient

@@ -32,9 +32,11 @@ from agentevo.runtime.extras import load_extra
 from agentevo.runtime.progress import bar
 from agentevo.store.clock import Now
 from agentevo.store.migrations import migrations
+from agentevo.store.opening import StoreOptions, older_schema, stores
 from agentevo.store.sql import SQLRows, SQLStore
-from agentevo.store.store import TABLES, Role, StoreOptions, T, Work, older_schema, stores
+from agentevo.store.store import TABLES
 from agentevo.store.tables import SCHEMA_VERSION, metadata
+from agentevo.store.transactions import Role, T, Work
 
 DEFAULT_SCHEMA = "agentevo"
 POOL_SIZE = 8

@@ -1,5 +1,5 @@
 """What a transaction does with the rows of a store, the same for every database. A database only
-finds, inserts, changes and deletes rows (the abstract methods). `rules` has the refusals, and
+finds, inserts, changes and deletes rows (database_rows.py). `rules` has the refusals, and
 store.py the state diagram. The caller is responsible for transactions and deadlines.
 
 Rows have the columns of tables.py. Inserts are idempotent by id. If the id exists with the same
@@ -9,15 +9,13 @@ transition of the ledger changes nothing.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any, ClassVar, Literal, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from agentevo.errors import StoreError
 from agentevo.store import rules
 from agentevo.store.calls import LOST_S, CallState, StoredCall, decode_call
-from agentevo.store.clock import CLOCK_TOLERANCE_S, Now
+from agentevo.store.clock import CLOCK_TOLERANCE_S
 from agentevo.store.codec import (
     SUMMARY_COLUMNS,
     EncodedTask,
@@ -29,6 +27,7 @@ from agentevo.store.codec import (
     decode_task,
     encode_history,
 )
+from agentevo.store.database_rows import CHUNK, Condition, DatabaseRows, Row, chunks, within
 from agentevo.store.records import (
     SPLITS,
     TASK_STATES,
@@ -47,14 +46,6 @@ from agentevo.store.records import (
 T = TypeVar("T")
 Encoded = TypeVar("Encoded", EncodedTask, EncodedTrajectory)
 
-Row = Mapping[str, Any]
-Operator = Literal["=", "!=", "<", "<=", ">", ">=", "in", "outside", "starts"]
-Condition = tuple[str, Operator, Any]
-"""A column, an operator and a value. `outside` (first, last) is below or above both, `starts` means
-a prefix. Only `=` and `!=` compare with None."""
-
-CHUNK = 500
-"""The number of ids in an IN list, below every database's limit on bound parameters."""
 NO_LEASE: Row = {
     "worker": None,
     "lease_started_at": None,
@@ -67,87 +58,8 @@ _READY = {"state": "ready", "trained_step": None}
 _NEW_FENCE = ("fencing_id",)
 
 
-def chunks(items: Iterable[T], size: int = CHUNK) -> Iterator[list[T]]:
-    iterator = iter(items)
-    while chunk := list(islice(iterator, size)):
-        yield chunk
-
-
-class Rows(ABC):
-    """The rows of a store in a transaction."""
-
-    tokens_key: ClassVar[str]
-    """The column of `tokens` that names the trajectory."""
-    trajectory_key: ClassVar[str]
-    """The column of `trajectories` with that name."""
-
-    @abstractmethod
-    async def now(self) -> Now: ...
-
-    @abstractmethod
-    async def find(
-        self,
-        table: str,
-        columns: Sequence[str] = (),
-        where: Sequence[Condition] = (),
-        *,
-        order: str | None = None,
-        descending: bool = False,
-        limit: int | None = None,
-        lock: bool = False,
-    ) -> Sequence[Row]:
-        """The rows that satisfy all conditions, with at least these columns (all by default). With
-        `lock`, no other transaction can change them until this one ends."""
-
-    @abstractmethod
-    async def insert(self, table: str, rows: Sequence[Row]) -> None:
-        """Inserts new rows. The database assigns `seq`."""
-
-    @abstractmethod
-    async def update(
-        self,
-        table: str,
-        where: Sequence[Condition],
-        values: Row,
-        increments: Sequence[str] = (),
-    ) -> int:
-        """Sets the values, and adds 1 to the columns in `increments`. Returns the number of
-        rows."""
-
-    @abstractmethod
-    async def delete(self, table: str, where: Sequence[Condition] = ()) -> int:
-        """Deletes rows and returns their number."""
-
-    @abstractmethod
-    async def count(
-        self, table: str, where: Sequence[Condition] = (), *, distinct: str | None = None
-    ) -> int:
-        """The number of rows, or of the distinct values of a column."""
-
-    @abstractmethod
-    async def count_by(
-        self, table: str, columns: Sequence[str], total: str | None = None
-    ) -> list[tuple[tuple[str, ...], int, int]]:
-        """(values of the columns, number of rows, sum of the column `total` or 0) for each
-        combination of values."""
-
-    @abstractmethod
-    async def write_calls(self, rows: Sequence[Row]) -> None:
-        """Writes calls. If a call exists, its row gets the new end, status and attributes."""
-
-    async def by_key(
-        self, table: str, key: str, values: Iterable[Any], *columns: str
-    ) -> dict[Any, Row]:
-        """Maps a value of the column `key` to its row. Unknown values are absent."""
-        rows: dict[Any, Row] = {}
-        for chunk in chunks(dict.fromkeys(values)):
-            matching = await self.find(table, (key, *columns), [(key, "in", chunk)])
-            rows.update((row[key], row) for row in matching)
-        return rows
-
-    async def newest_seq(self, table: str) -> int:
-        rows = await self.find(table, ["seq"], order="seq", descending=True, limit=1)
-        return int(rows[0]["seq"]) if rows else 0
+class Rows(DatabaseRows):
+    """The rows of a store in a transaction, and the ledger's rules for them."""
 
     async def _missing(self, table: str, items: Sequence[Encoded]) -> list[Encoded]:
         """The items that must be inserted, each id once. Refuses an id with two contents."""
@@ -495,7 +407,7 @@ class Rows(ABC):
         columns = ("id", "task_id", "split", self.trajectory_key)
         rows = await self.find("trajectories", columns, later)
         for chunk in chunks(rows):
-            await self._delete_tokens([row[self.trajectory_key] for row in chunk])
+            await self.delete_tokens([row[self.trajectory_key] for row in chunk])
             await self.delete("calls", [("trajectory_id", "in", [row["id"] for row in chunk])])
 
         await self.delete("trajectories", later)
@@ -545,90 +457,6 @@ class Rows(ABC):
         """Marks the calls of this recorder that have not ended as running."""
         running: list[Condition] = [("seen_at", "!=", None), ("id", "starts", f"{recorder}-")]
         await self.update("calls", running, {"seen_at": (await self.now()).steady})
-
-    async def delete_orphans(self, after: Any) -> tuple[int, Any]:
-        """Deletes tokens without a trajectory, of the next CHUNK by key. Returns the number, and
-        the key after which to continue, or None at the end. In SQL, a foreign key forbids such
-        tokens, so only another program can have left them."""
-        key = self.tokens_key
-        where: list[Condition] = [] if after is None else [(key, ">", after)]
-        rows = await self.find("tokens", [key], where, order=key, limit=CHUNK)
-        page = [row[key] for row in rows]
-        owners = await self.by_key("trajectories", self.trajectory_key, page)
-        deleted = await self._delete_tokens([owner for owner in page if owner not in owners])
-        return deleted, page[-1] if len(page) == CHUNK else None
-
-    async def delete_dropped_tokens(self, after: int | None) -> tuple[int, int | None]:
-        """Deletes the tokens that no trainer will read again of the next CHUNK of dropped
-        trajectories, by seq. Returns the same pair as `delete_orphans`.
-
-        Two kinds are kept. `rewind` makes trajectories ready again that were sampled for a step
-        after the last committed one. A dropped greedy attempt is read again with a group that
-        another step has reserved or may use.
-        """
-        newest = await self.find("steps", ["step"], order="step", descending=True, limit=1)
-        last = newest[0]["step"] if newest else 0
-        page = await self.find(
-            "trajectories",
-            ["seq", "step", "split", "task_id", self.trajectory_key],
-            [("state", "=", "dropped"), ("seq", ">", after or 0)],
-            order="seq",
-            limit=CHUNK,
-        )
-        past = [row for row in page if row["step"] <= last]
-        using: list[Condition] = [
-            ("task_id", "in", list({row["task_id"] for row in past})),
-            ("state", "in", ["ready", "reserved"]),
-        ]
-        rows = await self.find("trajectories", ["task_id", "split"], using)
-        in_use = {(row["task_id"], row["split"]) for row in rows}
-        spent = [
-            row[self.trajectory_key] for row in past if (row["task_id"], row["split"]) not in in_use
-        ]
-        deleted = await self._delete_tokens(spent)
-        return deleted, page[-1]["seq"] if len(page) == CHUNK else None
-
-    async def _delete_tokens(self, keys: list[Any]) -> int:
-        return await self.delete("tokens", [(self.tokens_key, "in", keys)]) if keys else 0
-
-    async def delete_calls(
-        self, after: int | None, *, grace_s: float, dropped: bool
-    ) -> tuple[int, int | None]:
-        """Deletes calls that are not running, of attempts that started longer ago than the grace
-        period and never became a trajectory. With `dropped`, also those of dropped trajectories
-        whose turns are deleted. Returns the same pair as `delete_orphans`."""
-        page = await self.find(
-            "calls",
-            ["seq", "trajectory_id", "started_at", "seen_at"],
-            [("seq", ">", after or 0)],
-            order="seq",
-            limit=CHUNK,
-        )
-        names = {row["trajectory_id"] for row in page}
-        owners = await self.by_key("trajectories", "id", names, "state", self.trajectory_key)
-        keys = [owner[self.trajectory_key] for owner in owners.values()]
-        with_tokens = await self.by_key("tokens", self.tokens_key, keys)
-        now = await self.now()
-
-        def is_needless(row: Row) -> bool:
-            owner = owners.get(row["trajectory_id"])
-            if owner is not None:
-                has_tokens = owner[self.trajectory_key] in with_tokens
-                return dropped and owner["state"] == "dropped" and not has_tokens
-
-            is_running = (
-                row["seen_at"] is not None
-                and -CLOCK_TOLERANCE_S <= now.steady - row["seen_at"] <= LOST_S
-            )
-            return bool(row["started_at"] < now.wall - grace_s) and not is_running
-
-        needless = [row["seq"] for row in page if is_needless(row)]
-        deleted = await self.delete("calls", [("seq", "in", needless)]) if needless else 0
-        return deleted, page[-1]["seq"] if len(page) == CHUNK else None
-
-
-def within(seqs: range | None) -> list[Condition]:
-    return [] if seqs is None else [("seq", ">=", seqs.start), ("seq", "<", seqs.stop)]
 
 
 def append_event(row: Row, event: TaskEvent) -> str:

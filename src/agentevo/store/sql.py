@@ -40,10 +40,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from agentevo.store.calls import COLUMNS
 from agentevo.store.clock import CLOCK_TOLERANCE_S, Now
 from agentevo.store.codec import decode_lease
+from agentevo.store.database_rows import Condition, Operator, Row
 from agentevo.store.records import Lease, RetryPolicy
-from agentevo.store.rows import Condition, Operator, Row, Rows, expire_lease
-from agentevo.store.store import Piece, Store
+from agentevo.store.rows import Rows, expire_lease
+from agentevo.store.store import Store
 from agentevo.store.tables import BIG, metadata, tasks
+from agentevo.store.transactions import Piece
 
 _OPERATORS: dict[Operator, Callable[[Any, Any], ColumnElement[bool]]] = {
     "=": operator.eq,

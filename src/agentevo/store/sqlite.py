@@ -38,9 +38,10 @@ from agentevo.runtime.event_loop import in_thread
 from agentevo.runtime.progress import bar
 from agentevo.store.clock import Clock, MachineClock, Now
 from agentevo.store.migrations import migrations
+from agentevo.store.opening import StoreOptions, older_schema, stores
 from agentevo.store.sql import SQLRows, SQLStore
-from agentevo.store.store import AWAY_S, Role, StoreOptions, T, Work, older_schema, stores
 from agentevo.store.tables import SCHEMA_VERSION, metadata
+from agentevo.store.transactions import AWAY_S, Role, T, Work
 
 APPLICATION_ID = 0x41676576  # "Agev"
 THREADS = 8

@@ -36,30 +36,16 @@ A store object belongs to one event loop. Any number of processes may open the s
 
 from __future__ import annotations
 
-import asyncio
-import random
-import time
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Unpack
 
 import msgspec
 
-from agentevo.errors import (
-    SHOWN,
-    DeadlineExceededError,
-    StoreError,
-    StoreUnavailableError,
-    UnusableStoreError,
-    storable,
-)
-from agentevo.runtime.credentials import with_environment, without_password
+from agentevo.errors import UnusableStoreError
 from agentevo.runtime.event_loop import in_thread
-from agentevo.runtime.registry import Registry
 from agentevo.store import rules
 from agentevo.store.calls import (
     NEVER_SEEN,
@@ -69,7 +55,7 @@ from agentevo.store.calls import (
     checked_call_filters,
     encode_call,
 )
-from agentevo.store.clock import Clock
+from agentevo.store.cleanup import delete_calls, delete_dropped_tokens, delete_orphans
 from agentevo.store.codec import (
     encode_record,
     encode_step,
@@ -78,10 +64,9 @@ from agentevo.store.codec import (
     encode_task,
     encode_trajectories,
 )
+from agentevo.store.database_rows import Condition, within
 from agentevo.store.records import (
-    RETRIES,
     Lease,
-    RetryPolicy,
     Split,
     StepRecord,
     StoredTask,
@@ -91,205 +76,27 @@ from agentevo.store.records import (
     TrajectorySummary,
     checked_filters,
 )
-from agentevo.store.rows import Condition, Rows, within
+from agentevo.store.rows import Rows
+from agentevo.store.transactions import Piece, Transactions
 from agentevo.types import Call, Task, Trajectory
 
-AWAY_S = 60.0
-"""The maximum time in seconds that a call waits for a database that can't be reached or for another
-process's lock. The call's deadline may be longer, because its work may take long."""
 PAGE = 64
 """The number of rows that a query reads while streaming."""
 CALL_PAGE = 500
 NONE_DROPPED: Mapping[str, Sequence[str]] = MappingProxyType({})
 TABLES = ("calls", "tokens", "trajectories", "tasks", "steps")
 """The tables in the order in which their rows can be deleted."""
-_PAUSE_S = 0.02
-"""The shortest time between two tries of a transaction, in seconds."""
 CALLS_AT_ONCE = 200
 """The largest number of calls in a transaction, so that no other writer waits long for it."""
 
-T = TypeVar("T")
-Work = Callable[[Any], Awaitable[T]]
-"""What a transaction does with its `Rows`."""
-Piece = Callable[[Any, Any], Awaitable[tuple[int, Any]]]
-"""Deletes or changes some rows, after a place in their order (at first None). Returns their number,
-and the place after which to continue, or None at the end."""
-Role = Literal["reader", "worker", "trainer", "alone"]
-"""The role in which a call accesses the store. A reader changes nothing. A call writes as one of
-any number of workers, as the single trainer next to them, or alone."""
 
-
-class Store(ABC):
+class Store(Transactions):
     """The operations of every backend. All calls raise `StoreError` for refusals,
     `StoreUnavailableError` (a subclass) while the database can't be reached, and
     `DeadlineExceededError` when the database is too slow.
 
-    Every call is a transaction. A backend defines how it runs a transaction, its `Rows`, and what
-    the errors of its driver mean.
+    Every call is a transaction.
     """
-
-    _errors: tuple[type[Exception], ...]
-    """The errors of the driver."""
-
-    def __init__(
-        self,
-        where: str,
-        *,
-        timeout_s: float = 60.0,
-        retries: RetryPolicy = RETRIES,
-        clock: Clock | None = None,
-        read_only: bool = False,
-    ) -> None:
-        self.where = where
-        """The name of the store in messages."""
-        self._timeout_s = timeout_s
-        self._away_s = min(timeout_s, AWAY_S)
-        self._retries = retries
-        self._clock = clock
-        self._read_only = read_only
-        self._is_open = False
-
-    @abstractmethod
-    async def _transact(self, work: Work[T], role: Role) -> T:
-        """Runs `work` in a transaction, which takes effect completely or not at all."""
-
-    @abstractmethod
-    async def _run_pieces(self, what: str, pieces: Mapping[str, Piece]) -> dict[str, int]:
-        """Runs each piece until its end, and returns the sums of the numbers of rows."""
-
-    @abstractmethod
-    async def _vacuum(self) -> None:
-        """Returns the space of deleted rows to the disk, if the database can."""
-
-    def _is_late(self, error: BaseException) -> bool:
-        """Whether the database reports that the call took too long."""
-        return False
-
-    @abstractmethod
-    def _is_unreachable(self, error: BaseException) -> bool:
-        """Whether the database can't be reached now."""
-
-    def _is_damaged(self, error: BaseException) -> bool:
-        """Whether the database reports that it is damaged."""
-        return False
-
-    def _is_transient(self, error: BaseException) -> bool:
-        """Whether the same call may succeed soon."""
-        return False
-
-    async def _run(self, what: str, work: Work[T], role: Role = "reader") -> T:
-        """Runs a transaction within the deadline. `what` names the call in messages."""
-        if role != "reader":
-            self._check_writable(what)
-        return await self._retry(what, lambda: self._transact(work, role))
-
-    def _check_writable(self, what: str) -> None:
-        if self._read_only:
-            raise StoreError(f"{what}: {self.where} was opened for reading only")
-
-    async def _retry(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Repeats `work` while its errors are transient, until the deadline and for at most AWAY_S
-        seconds."""
-        first_error_at: float | None = None
-        async with self._deadline(what) as retried_errors:
-            while True:
-                try:
-                    return await work()
-                except self._errors as error:
-                    now = time.monotonic()
-                    first_error_at = now if first_error_at is None else first_error_at
-                    if not self._is_transient(error) or now - first_error_at > self._away_s:
-                        raise
-                    retried_errors[:] = [error]
-
-                await asyncio.sleep(_PAUSE_S * (1.0 + random.random()))
-
-    @asynccontextmanager
-    async def _deadline(self, what: str) -> AsyncIterator[list[Exception]]:
-        """Converts the database's failures to AgentEvo's errors. No other code does. Yields a list
-        for the failures that were retried."""
-        retried_errors: list[Exception] = []
-        started_at = time.monotonic()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                yield retried_errors
-        except TimeoutError as error:
-            if retried_errors and self._is_unreachable(retried_errors[-1]):
-                raise self._unavailable(what, retried_errors[-1]) from retried_errors[-1]
-            raise self._timeout_error(what, started_at) from error
-        except self._errors as error:
-            if self._is_late(error):
-                raise self._timeout_error(what, started_at) from error
-            if self._is_unreachable(error):
-                raise self._unavailable(what, error) from error
-
-            reason = getattr(error, "orig", None) or error
-            if self._is_damaged(error):
-                raise UnusableStoreError(
-                    f"the store {self.where} is damaged ({what}: {storable(str(reason), SHOWN)}): "
-                    "restore it from a copy"
-                ) from error
-
-            raise StoreError(f"store {self.where}: {what}: {reason}") from error
-
-    def _unavailable(self, what: str, error: BaseException) -> StoreUnavailableError:
-        reason = getattr(error, "orig", None) or error
-        return StoreUnavailableError(
-            f"store {self.where}: {what}: {reason}: the database can't be used now; you can safely "
-            f"repeat the call"
-        )
-
-    def _timeout_error(self, what: str, started_at: float) -> DeadlineExceededError:
-        waited_s = time.monotonic() - started_at
-        limit_s = self._away_s if waited_s < 2 * self._away_s else self._timeout_s
-        return DeadlineExceededError(
-            f"store {self.where}: {what}: no answer within {limit_s:g} s; another process may "
-            f"hold the write lock, the disk may be slow, or the server down; you can safely "
-            f"repeat the call"
-        )
-
-    async def _pages(
-        self,
-        table: str,
-        page: Callable[[range | None, int], Awaitable[list[tuple[int, T]]]],
-        size: int,
-        limit: int | None,
-        newest_first: bool,
-    ) -> AsyncIterator[T]:
-        """At most `limit` rows in the order of seq, page by page. Rows that are written after the
-        first page was read are left out."""
-        remaining = limit
-        seqs: range | None = None
-        while remaining != 0 and (seqs is None or seqs):
-            length = size if remaining is None else min(size, remaining)
-            rows = await page(seqs, length)
-            if seqs is None and len(rows) == length and not newest_first:
-                newest = await self._run(table, lambda rows: rows.newest_seq(table))
-                seqs = range(1, newest + 1)
-
-            for _, row in rows:
-                yield row
-
-            if len(rows) < length:
-                return
-
-            last = rows[-1][0]
-            if newest_first:
-                seqs = range(1, last)
-            else:
-                seqs = range(last + 1, seqs.stop if seqs is not None else last + 1)
-
-            remaining = None if remaining is None else remaining - len(rows)
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Closes connections and files. The object can't be used afterwards."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self.close()
 
     async def add_tasks(self, tasks: Iterable[Task], *, queue: bool = True) -> int:
         """Queues tasks and returns the number of new ones. If a known id has other content, no task
@@ -636,10 +443,10 @@ class Store(ABC):
         async def requeue(rows: Rows, after: None) -> tuple[int, None]:
             return await rows.requeue_old((await rows.now()).steady - lease_grace_s), None
 
-        pieces: dict[str, Piece] = {"leases": requeue, "orphans": Rows.delete_orphans}
+        pieces: dict[str, Piece] = {"leases": requeue, "orphans": delete_orphans}
         if dropped:
-            pieces["tokens"] = Rows.delete_dropped_tokens
-        pieces["calls"] = partial(Rows.delete_calls, grace_s=lease_grace_s, dropped=dropped)
+            pieces["tokens"] = delete_dropped_tokens
+        pieces["calls"] = partial(delete_calls, grace_s=lease_grace_s, dropped=dropped)
         done = dict.fromkeys(("leases", "orphans", "tokens", "calls"), 0)
         done |= await self._run_pieces("gc", pieces)
         await self._vacuum()
@@ -659,81 +466,5 @@ class Store(ABC):
         return await self._run("clear", work, "alone")
 
 
-def older_schema(where: str, version: object) -> UnusableStoreError:
-    """The error for a store of an older version that is open for reading only."""
-    return UnusableStoreError(
-        f"{where} has the schema {version} of an older AgentEvo, but it is open for reading only "
-        f"here: `agentevo store URL|RUN_DIR migrate` updates it to this version"
-    )
-
-
 def _equal(properties: Mapping[str, object]) -> list[Condition]:
     return [(name, "=", value) for name, value in properties.items()]
-
-
-class StoreOptions(TypedDict, total=False):
-    """The options of `open_store` that are the same for every backend."""
-
-    timeout_s: float
-    retries: RetryPolicy
-    clock: Clock | None
-    read_only: bool
-
-
-class StoreOpener(Protocol):
-    """Opens a store of one kind. Registered under the scheme of its URL."""
-
-    async def __call__(
-        self, url: str, *, create: bool = True, **options: Unpack[StoreOptions]
-    ) -> Store: ...
-
-
-stores: Registry[StoreOpener] = Registry("stores")
-
-
-SCHEMES = {
-    "sqlite": "sqlite",
-    "postgresql": "postgresql",
-    "mongodb": "mongodb",
-    "mongodb+srv": "mongodb",
-}
-"""Maps a URL's scheme to the module of this package that registers its opener. The module is
-imported when it is needed."""
-
-
-async def open_store(
-    url: str,
-    *,
-    timeout_s: float = 60.0,
-    create: bool = True,
-    retries: RetryPolicy = RETRIES,
-    clock: Clock | None = None,
-    read_only: bool = False,
-) -> Store:
-    """Opens the store at `url`: `sqlite:///PATH`, `postgresql://USER@HOST/DATABASE?schema=NAME` or
-    `mongodb://HOST/DATABASE`. Creates the store if needed, unless `create` is false.
-
-    `${env:NAME}` in the URL is replaced by the environment variable. `timeout_s` is the deadline of
-    each call on the store, this one included. A call waits for an unavailable database for at most
-    AWAY_S seconds. `clock` replaces the store's own clock, for tests. `read_only` needs no write
-    permission and creates or changes nothing. An older schema and calls that write are refused.
-    """
-    address = with_environment(url)
-    scheme, separator, _ = address.partition("://")
-    if not separator:
-        raise UnusableStoreError(
-            f"{without_password(url)!r} is not the URL of a store: write it as sqlite:///PATH, "
-            "postgresql://... or mongodb://..."
-        )
-
-    for name in dict.fromkeys(SCHEMES.values()) if scheme not in SCHEMES else (SCHEMES[scheme],):
-        import_module(f"agentevo.store.{name}")
-
-    return await stores.get(scheme)(
-        address,
-        timeout_s=timeout_s,
-        create=create and not read_only,
-        retries=retries,
-        clock=clock,
-        read_only=read_only,
-    )

@@ -15,7 +15,7 @@ from agentevo.errors import ConfigError, StoreUnavailableError
 from agentevo.runs.folder import identity as run_identity
 from agentevo.runs.folder.creation import write_config
 from agentevo.runs.folder.identity import SharedConfig, confirm_run, ensure_run_folder
-from agentevo.store.store import open_store
+from agentevo.store.opening import open_store
 from agentevo.types import Task
 
 

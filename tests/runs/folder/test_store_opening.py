@@ -18,8 +18,7 @@ from agentevo.runs.folder import store_opening
 from agentevo.runs.folder.store_opening import open_run_store
 from agentevo.runs.processes import sample
 from agentevo.runtime import retry as patience
-from agentevo.store import open_store, sqlite
-from agentevo.store import store as stores
+from agentevo.store import open_store, sqlite, transactions
 from agentevo.store.records import RETRIES
 
 pytest.importorskip("asyncpg")
@@ -137,7 +136,7 @@ def test_nobody_waits_long_at_a_prompt_for_a_database_that_is_away(words, tmp_pa
 
 def test_a_database_that_goes_away_ends_a_long_call_in_a_minute(monkeypatch):
     """Its deadline is for its work. A run calls again, for ten minutes."""
-    monkeypatch.setattr(stores, "AWAY_S", 0.2)
+    monkeypatch.setattr(transactions, "AWAY_S", 0.2)
     store = postgresql.PostgreSQLStore(
         make_url("postgresql://127.0.0.1/runs"),
         "agentevo",
@@ -157,7 +156,7 @@ def test_a_database_that_goes_away_ends_a_long_call_in_a_minute(monkeypatch):
 
 
 def test_a_lock_is_waited_for_no_longer_either(tmp_path, monkeypatch):
-    for module in (stores, sqlite):
+    for module in (transactions, sqlite):
         monkeypatch.setattr(module, "AWAY_S", 0.3)
 
     url = f"sqlite:///{tmp_path / 'store.sqlite'}"

@@ -18,7 +18,7 @@ from agentevo.rollout.next_tasks import NextTasks
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.task_source import TaskSource
 from agentevo.runs.processes.session_routes import SessionRoutes
-from agentevo.store.store import open_store
+from agentevo.store.opening import open_store
 
 
 @pytest.fixture

@@ -43,7 +43,8 @@ from agentevo.runs.orchestration.players import find_agent
 from agentevo.runtime.progress import bar, over
 from agentevo.runtime.seeds import derive_seed
 from agentevo.store.codec import is_as_written
-from agentevo.store.store import Store, open_store
+from agentevo.store.opening import open_store
+from agentevo.store.store import Store
 from agentevo.types import SamplingParams, Task, Trajectory
 
 REWARD_TOLERANCE = 1e-9

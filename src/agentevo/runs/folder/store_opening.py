@@ -9,7 +9,8 @@ from collections.abc import Callable
 from agentevo.errors import DeadlineExceededError, StoreUnavailableError
 from agentevo.runtime.console import to_stderr
 from agentevo.runtime.retry import FIRST_PAUSE_S, with_retries
-from agentevo.store.store import Store, open_store
+from agentevo.store.opening import open_store
+from agentevo.store.store import Store
 
 OPEN_TIMEOUT_S = 60.0
 """The time in seconds to wait at the start for a database that does not answer. It may be starting,
