@@ -77,6 +77,22 @@ def test_requests_in_company(name, sharing, random_model, complete, difference):
     assert (engine.stats()["engine/prefix_hit_tokens"] > 0) is shares
 
 
+@pytest.mark.parametrize("name", ["lfm2", "gpt-oss"])
+def test_the_last_chunk_of_a_shared_prefix_is_one_token(name, random_model, complete, difference):
+    """That token is computed in the stack, from which the prefix takes its state."""
+    policy = random_model(name)
+    engine = TorchEngine(policy.model, config=EngineSection(prefill_tokens=16))
+    prompts = [make_prompt(18, 1)] * 3
+    params = [make_params(index) for index in range(3)]
+    for prompt, param, completion in zip(
+        prompts, params, complete(engine, prompts, params), strict=True
+    ):
+        logits = policy.logits(prompt + completion.ids)
+        assert difference(logits, prompt, completion, param) < TOLERANCE
+
+    assert engine.stats()["engine/prefix_hit_tokens"] == 3 * 17
+
+
 @pytest.mark.parametrize("name", ["qwen3-next", "gpt-oss", "mamba"])
 def test_memory_for_a_few_only(name, random_model, complete, difference):
     """Requests queue, the youngest ones return to the queue, and prefixes are dropped."""

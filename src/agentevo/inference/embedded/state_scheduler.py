@@ -74,10 +74,7 @@ class StateScheduler(Scheduler):
             self.retire(sequence)
             return
 
-        stack = next((s for s in self.stacks.values() if sequence in s.members), None)
-        if stack is not None:
-            sequence.state = stack.take(sequence)
-
+        self._take_state(sequence)
         self.retire(sequence)
         sequence.request = None
         self._evict(request.session)  # of an earlier turn that ran at the same time
@@ -90,6 +87,7 @@ class StateScheduler(Scheduler):
         assert isinstance(sequence, StateSequence) and sequence.request is not None
         version = sequence.request.version
         key = (version, tuple(sequence.ids))
+        self._take_state(sequence)
         self.retire(sequence)
         if not self._make_spare(self._size(len(sequence.ids))):
             self.unshareable.add(key)
@@ -98,6 +96,12 @@ class StateScheduler(Scheduler):
         segment = StateSegment(sequence.ids, [], [], version, state=sequence.state)
         segment.last_used = self._tick()
         self.segments.setdefault(len(sequence.ids), {})[key] = segment
+
+    def _take_state(self, sequence: StateSequence) -> None:
+        """Gives the sequence its state if a stack has it."""
+        stack = next((s for s in self.stacks.values() if sequence in s.members), None)
+        if stack is not None:
+            sequence.state = stack.take(sequence)
 
     def retire(self, sequence: Sequence) -> None:
         """See Scheduler.retire. A stack frees the row in the next step."""
