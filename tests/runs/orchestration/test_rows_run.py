@@ -140,7 +140,7 @@ def check_killed(tmp_path, quiet_view, outcome_of, assert_same):
     return check
 
 
-INEXACT = pytest.mark.xfail(reason="the engine's log-probs differ in company: up to 0.9 nats")
+INEXACT = pytest.mark.xfail(reason="its log-probs differ from the engine's by 0.8 nats")
 NAMES = [
     pytest.param(name, marks=INEXACT) if name == "deepseek_v32" else name for name in ARCHITECTURES
 ]
