@@ -76,8 +76,7 @@ What rows cost: prefixes that samples share are computed once per sample, and
 `trainer.parallel.tensor`, `context`, `expert` and `pipeline`, `trainer.routing_replay`,
 `engine.routed_experts` and `engine.batch_invariant` need the tree.
 [Engines](engines.md#models-that-compute-rows) says how the embedded engine generates with such a
-model. Log-probs are exact in each case but two: transformers' own step for one token of nemotron_h
-and zamba2 leaves out the lower bound of Mamba's time step, which its pass over a text has.
+model.
 
 `python benchmarks/architectures.py --write` made the tables with transformers {version}, on tiny
 models with random weights in float32 on a CPU: {counts}
@@ -113,9 +112,6 @@ LIMIT = 1e-4
 """Nats."""
 GRADIENT_LIMIT = 1e-4
 NO_FLOAT64 = {"xglm": "its code does not run in float64, with which the figures are compared"}
-STEP_LIMITS = {"nemotron_h": 1e-3, "zamba2": 1e-2}
-"""The limits of the engine for models whose step for one token differs from their own pass over a
-text, in nats."""
 
 
 class Float64(TorchFunctionMode):
@@ -205,11 +201,10 @@ def check(name: str) -> Row:
     except Exception as error:  # noqa: BLE001
         row.defect = _one_line(error)
 
-    engine_limit = STEP_LIMITS.get(name, LIMIT)
     lora_limit = max(LIMIT, 4 * row.figures.get("eager", 0.0))  # some are inexact in float32
     limits = {
         "training": LIMIT,
-        "engine": engine_limit,
+        "engine": LIMIT,
         "gradient": GRADIENT_LIMIT,
         "lora": lora_limit,
     }

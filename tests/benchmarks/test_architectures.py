@@ -48,6 +48,7 @@ SLOW = (
     "mamba2",
     "nemotron_h",
     "qwen3_next",
+    "zamba2",
 )
 
 

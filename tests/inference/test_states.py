@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from agentevo.config import EngineSection
+from agentevo.errors import EngineError
 from agentevo.inference.embedded.state_scheduler import StateScheduler
 from agentevo.inference.embedded.states import state_support
 from agentevo.inference.embedded.torch_engine import TorchEngine
@@ -184,3 +185,29 @@ def test_new_weights_drop_all_states(in_flight, random_model, difference):
         logits = alone(input_ids=torch.tensor([OPENING + later.ids]), use_cache=False).logits[0]
     params = SamplingParams(temperature=1.0, max_new_tokens=40, seed=1)
     assert difference(logits, OPENING, later, params) < TOLERANCE
+
+
+def test_after_a_pass_that_fails_nothing_of_it_is_left(random_model, complete, difference):
+    policy = random_model("qwen3-next")
+    engine = TorchEngine(policy.model)
+    params = [make_params(index) for index in range(3)]
+    layer = policy.model.get_output_embeddings()
+    calls = []
+
+    def fail(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 5:
+            raise RuntimeError("out of memory")
+
+    hook = layer.register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(EngineError, match="RuntimeError: out of memory"):
+            complete(engine, PROMPTS[:3], params)
+    finally:
+        hook.remove()
+
+    assert not layer._forward_pre_hooks
+    completions = complete(engine, PROMPTS[:3], params)
+    for prompt, param, completion in zip(PROMPTS[:3], params, completions, strict=True):
+        logits = policy.logits(prompt + completion.ids)
+        assert difference(logits, prompt, completion, param) < TOLERANCE

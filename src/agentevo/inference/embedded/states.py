@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
+from agentevo.inference.embedded.mamba_steps import bounded_steps
 from agentevo.models.compute.rows import RowGroup, accepted_inputs, padded_group, run_rows
 from agentevo.models.compute.trial import (
     evaluating,
@@ -123,7 +125,10 @@ def run_states(
     inputs = {
         name: value for name, value in offered.items() if name in accepted and value is not None
     }
-    outputs = run_rows(model, group, **{"use_cache": True, **inputs})
+    is_step = group.input_ids.shape[1] == 1
+    with bounded_steps(model) if is_step else nullcontext():
+        outputs = run_rows(model, group, **{"use_cache": True, **inputs})
+
     name = next((name for name in CACHE_NAMES if name in accepted), None)
     return outputs.logits[0], None if name is None else getattr(outputs, name, None)
 
