@@ -38,6 +38,22 @@ def check_engine(section: EngineSection) -> None:
         check_options(section)
 
 
+def rounding_options(section: EngineSection) -> list[str]:
+    """The options, as NAME=VALUE, that make the engine compute less precisely than its dtype:
+    quantized weights, or rounded keys and values. Raises ConfigError for invalid options."""
+    if section.type == "vllm":
+        from agentevo.inference.vllm.options import read_options as read_vllm
+
+        return read_vllm(section).rounding
+
+    if section.type == "sglang":
+        from agentevo.inference.sglang.options import read_options as read_sglang
+
+        return read_sglang(section).rounding
+
+    return []
+
+
 @engines.register("torch")
 def torch_engine(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: EngineSection

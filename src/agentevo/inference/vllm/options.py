@@ -74,8 +74,10 @@ REFUSED: Mapping[str, str] = {
 }
 """vLLM's arguments that are no options -> the reason, or the key to set in their place."""
 
-LOSSY = ("quantization", "quantization_config", "kv_cache_dtype")
+ROUNDING = ("quantization", "quantization_config", "kv_cache_dtype")
 """Options under which vLLM computes with rounded weights, or over rounded keys and values."""
+EXACT = ("auto", "float16", "bfloat16")
+"""Values of `kv_cache_dtype` that round as a model's own dtype does."""
 DRAFTING = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 """Options of speculative decoding."""
 
@@ -115,6 +117,12 @@ class VllmOptions(Section):
         return math.prod(
             size for size in (self.tensor_parallel_size, *sizes) if isinstance(size, int)
         )
+
+    @property
+    def rounding(self) -> list[str]:
+        """The options that make vLLM compute less precisely than its dtype, as NAME=VALUE."""
+        values = ((name, self.passed_on.get(name)) for name in ROUNDING)
+        return [f"{name}={value}" for name, value in values if value not in (None, *EXACT)]
 
     @property
     def is_drafting(self) -> bool:
