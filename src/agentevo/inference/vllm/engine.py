@@ -141,7 +141,7 @@ class VllmEngine(PublishingEngine):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
-            write_base(self._like, self._base)
+            write_base(self._like, self._base, is_drafting=self._is_drafting)
             arguments = AsyncEngineArgs(
                 model=str(self._base),
                 max_model_len=self._context,
