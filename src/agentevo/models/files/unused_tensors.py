@@ -3,8 +3,8 @@ tokens (`mtp.*`, layers beyond `num_hidden_layers`), vision towers, and others.
 
 Such tensors are not trained. Each complete model that AgentEvo writes has them unchanged, so
 engines still find their drafting heads, and a model that sees still does. They are copied one by
-one from the folder that the model was loaded from; its files stay open, so it may be deleted
-meanwhile, as a run does with old checkpoints.
+one from the folder that the model was loaded from. Its files stay open, because a run deletes old
+checkpoints.
 
 Not kept: tensors of folders without safetensors files or with quantized weights, and layers that
 `model.config_overrides` leaves out.
