@@ -13,9 +13,8 @@ from engine_case import PROMPT, TOLERANCE, Case, sampled
 from agentevo.config import EngineSection
 from agentevo.errors import ConfigError, EngineError, MissingExtraError
 from agentevo.inference.engines import check_engine, engines
-from agentevo.inference.vllm import arguments
+from agentevo.inference.vllm import arguments, terms
 from agentevo.inference.vllm.options import read_options
-from agentevo.inference.vllm.terms import check_sampling
 from agentevo.runs.orchestration.supervisor import devices_per_engine
 from agentevo.types.penalties import Penalties
 
@@ -41,7 +40,7 @@ def parser(monkeypatch: pytest.MonkeyPatch) -> None:
     made.add_argument("--enable-dbo", action=argparse.BooleanOptionalAction)
     made.add_argument("--cudagraph-capture-sizes", type=int, nargs="+")
     made.add_argument("--cpu-offload-params", nargs="+")
-    monkeypatch.setattr(arguments, "load_vllm", lambda timeout_s: None)
+    monkeypatch.setattr(terms, "load_vllm", lambda timeout_s: None)
     monkeypatch.setattr(arguments, "_vllm_parser", lambda: made)
 
 
@@ -111,9 +110,9 @@ def test_without_vllm_the_refusal_says_what_could_not_be_checked() -> None:
     "sampling", [sampled(min_p=0.1), sampled(penalties=Penalties(logit_bias=((3, 1.0),)))]
 )
 def test_what_vllm_leaves_out_while_it_drafts_is_refused(sampling: Any) -> None:
-    check_sampling(sampling)
+    terms.check_sampling(sampling)
     with pytest.raises(EngineError, match="speculative_config"):
-        check_sampling(sampling, is_drafting=True)
+        terms.check_sampling(sampling, is_drafting=True)
 
 
 @needs_vllm

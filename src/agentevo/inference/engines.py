@@ -28,7 +28,7 @@ def check_engine(section: EngineSection) -> None:
         )
 
     if section.type == "vllm":
-        from agentevo.inference.vllm.options import check_options
+        from agentevo.inference.vllm.arguments import check_options
 
         check_options(section)
 

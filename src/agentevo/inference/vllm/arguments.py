@@ -10,13 +10,30 @@ import argparse
 import difflib
 import json
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Annotated, Any, NoReturn
 
 import pydantic
 
-from agentevo.errors import ConfigError
-from agentevo.inference.vllm.options import REFUSED, VllmOptions
-from agentevo.inference.vllm.terms import load_vllm
+from agentevo.config import EngineSection
+from agentevo.errors import ConfigError, MissingExtraError
+from agentevo.inference.vllm.options import REFUSED, VllmOptions, read_options
+
+
+def check_options(section: EngineSection) -> None:
+    """Raises the errors of `read_options`, MissingExtraError if vLLM is not installed, and
+    ConfigError for options that the installed vLLM does not accept. If there are options that only
+    vLLM knows, it is imported, which takes seconds; nothing is started."""
+    options = read_options(section)
+    if find_spec("vllm") is None:
+        unchecked = ", ".join(f"engine.options.{name}" for name in options.passed_on)
+        checks = f" (without it, {unchecked} can't be checked)" if unchecked else ""
+        raise MissingExtraError(
+            f"engine.type=vllm needs the package 'vllm'{checks}: pip install 'agentevo[vllm]', or "
+            "set engine.type=torch"
+        )
+
+    vllm_arguments(options)
 
 
 def vllm_arguments(options: VllmOptions) -> dict[str, Any]:
@@ -24,6 +41,8 @@ def vllm_arguments(options: VllmOptions) -> dict[str, Any]:
     ConfigError for a name or a value that vLLM does not have, and the errors of `load_vllm`."""
     if not options.passed_on:
         return {}
+
+    from agentevo.inference.vllm.terms import load_vllm  # needs torch
 
     load_vllm(options.start_timeout_s)
     parser = _vllm_parser()

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from agentevo.config import EngineSection
-from agentevo.errors import ConfigError, MissingExtraError
+from agentevo.errors import ConfigError
 from agentevo.inference.engine_options import read_engine_options
 from agentevo.runtime.section import Section
 
@@ -138,22 +137,3 @@ def read_options(section: EngineSection) -> VllmOptions:
         if name in REFUSED:
             raise ConfigError(f"engine.options.{name}: {REFUSED[name]}")
     return options
-
-
-def check_options(section: EngineSection) -> None:
-    """Raises the errors of `read_options`, MissingExtraError if vLLM is not installed, and
-    ConfigError for options that the installed vLLM does not accept. If there are options that only
-    vLLM knows, it is imported, which takes seconds; nothing is started."""
-    options = read_options(section)
-    if find_spec("vllm") is None:
-        unchecked = ", ".join(f"engine.options.{name}" for name in options.passed_on)
-        checks = f" (without it, {unchecked} can't be checked)" if unchecked else ""
-        raise MissingExtraError(
-            f"engine.type=vllm needs the package 'vllm'{checks}: pip install 'agentevo[vllm]', or "
-            "set engine.type=torch"
-        )
-
-    if options.passed_on:
-        from agentevo.inference.vllm.arguments import vllm_arguments
-
-        vllm_arguments(options)
