@@ -62,7 +62,7 @@ def _vllm_parser() -> argparse.ArgumentParser:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+    class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:
             raise ValueError(message)
 
