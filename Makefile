@@ -44,7 +44,7 @@ test-gpu: $(VENV)/.dev
 # vLLM as an engine, and what it makes of our checkpoints. Installing it takes minutes and 4 GB (build/vllm), so CI does without.
 test-vllm: $(VENV)/.dev build/vllm/.agentevo
 	AGENTEVO_VLLM=build/vllm/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runs/processes/test_vllm.py
-	OMP_NUM_THREADS=1 build/vllm/bin/python -m pytest tests/inference/test_vllm_engine.py tests/runs/orchestration/test_vllm_run.py
+	OMP_NUM_THREADS=1 build/vllm/bin/python -m pytest tests/inference/test_vllm_engine.py tests/inference/test_vllm_options.py tests/runs/orchestration/test_vllm_run.py
 
 # AgentEvo beside it, so that it is an engine: what vLLM has brought stays as it is.
 build/vllm/.agentevo: build/vllm/.installed pyproject.toml

@@ -1,7 +1,7 @@
 """Every architecture that transformers has as a causal language model, computed by AgentEvo and by
 transformers: exact with its figures and the way it computes, or refused with the words.
 
-    .venv/bin/python benchmarks/architectures.py --write     # docs/architectures.md, 10 minutes
+    .venv/bin/python benchmarks/architectures.py --write     # the page and ways.json, 10 minutes
     .venv/bin/python benchmarks/architectures.py llama "llama, RoPE yarn"
 
 Of each a tiny model with random weights is made (tiny_configs.py), and compared with transformers'
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import json
 import logging
 import random
 import sys
@@ -45,6 +46,7 @@ from agentevo.models.compute.adapters import add_adapter
 from agentevo.models.compute.attention import prepare
 from agentevo.models.compute.rows import row_settings
 from agentevo.models.compute.trial import REMEDY
+from agentevo.models.known_ways import FILE as WAYS
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.types import Sample, SamplingParams
@@ -70,7 +72,8 @@ Every model is checked when it is loaded. `prepare` runs a short text through th
 transformers does and as the tree does (`models/compute/trial.py`). If the results differ, the model
 computes rows, and the run says so with the reason. A model in which a token sees later tokens is
 refused. `trainer.compute` (`auto`, `tree`, `rows`) makes the choice yourself: with `tree`, a model
-that the tree can't compute is refused.
+that the tree can't compute is refused. `agentevo list models` shows the way of each known model
+and of each model type, without loading one.
 
 What rows cost: prefixes that samples share are computed once per sample, and
 `trainer.parallel.tensor`, `context`, `expert` and `pipeline`, `trainer.routing_replay`,
@@ -384,6 +387,12 @@ def page(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def ways(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """src/agentevo/models/ways.json: the model types of each way, without their variants."""
+    exact = [row for row in rows if row.verdict == "exact" and "," not in row.name]
+    return {way: [row.name for row in exact if row.way == way] for way in ("tree", "rows")}
+
+
 def _exact_line(row: Row) -> str:
     figures = [f"{row.figures[key]:.0e}" for key in ("training", "engine", "gradient")]
     lora = f"{row.figures['lora']:.0e}" if "lora" in row.figures else _cell(row.lora_refusal)
@@ -405,7 +414,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", help="model types and variants; all without")
-    parser.add_argument("--write", action="store_true", help="write docs/architectures.md")
+    parser.add_argument("--write", action="store_true", help="write the page and ways.json")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -421,6 +430,7 @@ def main() -> None:
 
     if options.write:
         PAGE.write_text(page(rows), encoding="utf-8")
+        WAYS.write_text(json.dumps(ways(rows), indent=1) + "\n", encoding="utf-8")
 
     sys.exit(any(row.verdict == "defect" for row in rows))
 

@@ -4,11 +4,14 @@ takes minutes: `python benchmarks/architectures.py`."""
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
 import pytest
 from slow import slow
+
+from agentevo.models.known_ways import known_ways, way_of
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 QUICK = ("deepseek_v3", "diffllama", "qwen2_moe, with windows", "qwen3_5_text", "gpt_oss")
@@ -79,3 +82,12 @@ def test_every_architecture_of_transformers_is_on_the_page(architectures):
     page = (BENCHMARKS.parent / "docs" / "architectures.md").read_text(encoding="utf-8")
     missing = [name for name in architectures.all_names() if f"| {name} |" not in page]
     assert not missing, "run `python benchmarks/architectures.py --write`"
+
+
+def test_the_list_of_models_says_what_the_page_says(architectures):
+    page = (BENCHMARKS.parent / "docs" / "architectures.md").read_text(encoding="utf-8")
+    line = re.compile(r"^\| ([^,|]+) \| \w+ \| (tree|rows) \|", re.MULTILINE)
+    ways = line.findall(page)
+    listed = [(model_type, way) for way, types in known_ways().items() for model_type in types]
+    assert sorted(ways) == sorted(listed), "run `python benchmarks/architectures.py --write`"
+    assert way_of("llama") == "tree" and way_of("mamba2") == "rows" and way_of("bert") is None

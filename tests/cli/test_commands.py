@@ -119,6 +119,13 @@ def test_lists_say_what_each_name_is(agentevo, kind, name):
     assert re.search(rf"^{name} +\S.*\S$", out, re.MULTILINE)
 
 
+def test_the_list_of_models_shows_how_each_is_computed(agentevo):
+    out = agentevo("list", "models").out
+    assert re.search(r"^tiny +tree  created", out, re.MULTILINE)
+    assert re.search(r"^ORG/NAME +tree  .*\bqwen3\b", out, re.MULTILINE)
+    assert re.search(r"^ORG/NAME +rows  .*\bqwen3_next\b", out, re.MULTILINE)
+
+
 def test_a_list_has_what_a_recipe_imports(agentevo, tmp_path):
     (tmp_path / "shouts.py").write_text(
         "import agentevo\n\n@agentevo.tool('listed_shout')\n"

@@ -127,7 +127,7 @@ def test_a_dry_run_names_the_line_that_installs_what_is_missing(
 
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
-    for module in ("vllm.options", "sglang.options"):
+    for module in ("vllm.arguments", "sglang.options"):
         monkeypatch.setattr(f"agentevo.inference.{module}.find_spec", _without(package))
     monkeypatch.setattr("importlib.util.find_spec", _without(package))
     monkeypatch.setattr(sys, "meta_path", [NotInstalled, *sys.meta_path])

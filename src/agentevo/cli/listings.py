@@ -10,7 +10,7 @@ from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 
-Row = tuple[str, str]
+Row = tuple[str, ...]
 
 
 def registered(module: str, name: str) -> list[Row]:
@@ -43,22 +43,29 @@ def algorithms() -> list[Row]:
 
 
 def models() -> list[Row]:
-    """Known models, and whether each is on this machine."""
+    """Known models, the way in which each is computed, and whether it is on this machine. Then the
+    model types of all other models, by way."""
     from agentevo.models.files.cache import cache_folder, is_complete
     from agentevo.models.files.known_models import known_models
+    from agentevo.models.known_ways import known_ways, way_of
 
+    way = way_of("llama") or ""  # known models and the tiny one are Llamas
     rows = [
         (
             "tiny",
+            way,
             "created at the start with random weights; model.tiny sets its shape and tokenizer",
         )
     ]
     for name in known_models.names():
         model = known_models.get(name)
         is_here = is_complete(model, cache_folder(name))
-        rows.append((name, f"{model.summary} ({'here' if is_here else 'not downloaded yet'})"))
+        rows.append((name, way, f"{model.summary} ({'here' if is_here else 'not downloaded yet'})"))
 
-    return rows
+    others = "a folder, or a model of the hub, whose config.json has the model_type"
+    return rows + [
+        ("ORG/NAME", way, f"{others} {', '.join(types)}") for way, types in known_ways().items()
+    ]
 
 
 def recipes() -> list[Row]:
@@ -122,7 +129,7 @@ KINDS: Mapping[str, str] = {
     "tools": "what the tool agent may call: agent.tools",
     "rewards": "what an attempt is worth: rewards",
     "algorithms": "how training learns from attempts: algorithm.name, and its parts",
-    "models": "the policy: model.name",
+    "models": "the policy: model.name, and how it is computed (tree or rows)",
     "recipes": "complete recipes, for `agentevo train NAME`",
     "engines": "what generates: engine.type",
     "transports": "how trained weights reach the engines: rollout.transport",

@@ -19,12 +19,13 @@ def print_note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def print_table(rows: Iterable[tuple[str, str]]) -> None:
-    """Prints one (name, text) pair a line."""
+def print_table(rows: Iterable[tuple[str, ...]]) -> None:
+    """Prints one row a line, its columns below those of the other rows."""
     rows = list(rows)
-    width = max((len(name) for name, _ in rows), default=0)
-    for name, text in rows:
-        print(f"{name:<{width}}  {text}".rstrip())
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
 
 
 def first_sentence(text: str) -> str:

@@ -28,7 +28,7 @@ def check_engine(section: EngineSection) -> None:
         )
 
     if section.type == "vllm":
-        from agentevo.inference.vllm.options import check_options
+        from agentevo.inference.vllm.arguments import check_options
 
         check_options(section)
 
@@ -36,6 +36,22 @@ def check_engine(section: EngineSection) -> None:
         from agentevo.inference.sglang.options import check_options
 
         check_options(section)
+
+
+def rounding_options(section: EngineSection) -> list[str]:
+    """The options, as NAME=VALUE, that make the engine compute less precisely than its dtype:
+    quantized weights, or rounded keys and values. Raises ConfigError for invalid options."""
+    if section.type == "vllm":
+        from agentevo.inference.vllm.options import read_options as read_vllm
+
+        return read_vllm(section).rounding
+
+    if section.type == "sglang":
+        from agentevo.inference.sglang.options import read_options as read_sglang
+
+        return read_sglang(section).rounding
+
+    return []
 
 
 @engines.register("torch")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from agentevo.config import build_config
-from agentevo.runs.orchestration.trainers import training_notes
+from agentevo.runs.orchestration.trainers import rounding_notes, training_notes
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,35 @@ def test_bfloat16_is_asked_for_on_an_accelerator(device, dtype, name, advised):
     tasks = SimpleNamespace(shortfall=lambda: None)
     notes = training_notes(SimpleNamespace(config=config, model=placed, tasks=tasks), "train")
     assert any("set model.dtype=bfloat16" in note for note in notes) is advised
+
+
+ROUNDS = {"type": "vllm", "options": {"quantization": "fp8", "kv_cache_dtype": "fp8"}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "algorithm", "expected"),
+    [
+        (
+            ROUNDS,
+            {},
+            ["quantization=fp8, kv_cache_dtype=fp8", "token_tis corrects", "gap_mean and"],
+        ),
+        (ROUNDS, {"importance": "token_mis", "old_logprobs": "recomputed"}, ["token_mis corrects"]),
+        (ROUNDS, {"importance": "none"}, ["nothing corrects", "would measure"]),
+        (ROUNDS, {"name": "decoupled_ppo"}, ["the weights of its loss decoupled_ppo correct"]),
+        (
+            {"type": "sglang", "options": {"args": ["--quantization", "fp8", "--tp-size=2"]}},
+            {},
+            ["sglang rounds (--quantization=fp8)"],
+        ),
+        ({"type": "sglang", "options": {"args": ["--kv-cache-dtype=auto"]}}, {}, []),
+        ({"type": "vllm", "options": {"kv_cache_dtype": "auto"}}, {}, []),
+        ({"type": "vllm", "options": {"speculative_config": {"method": "ngram"}}}, {}, []),
+        ({"type": "torch"}, {}, []),
+    ],
+)
+def test_a_run_says_what_corrects_for_an_engine_that_rounds(engine, algorithm, expected):
+    tree = {"environment": {"type": "coins"}, "model": {"name": "tiny"}}
+    config = build_config(tree | {"engine": engine, "algorithm": algorithm})
+    notes = " ".join(rounding_notes(config))
+    assert bool(notes) is bool(expected) and all(text in notes for text in expected)

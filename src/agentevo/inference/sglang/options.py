@@ -4,6 +4,7 @@ is started."""
 from __future__ import annotations
 
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
@@ -16,6 +17,11 @@ from agentevo.inference.engine_options import read_engine_options
 from agentevo.runtime.credentials import key_of, without_password
 from agentevo.runtime.http_clients import is_this_machine
 from agentevo.runtime.section import Section
+
+ROUNDING = ("--quantization", "--kv-cache-dtype")
+"""Arguments under which SGLang computes with rounded weights, or over rounded keys and values."""
+EXACT = ("auto", "bf16", "bfloat16")
+"""Their values that round as a model's own dtype does."""
 
 
 class SglangOptions(Section):
@@ -47,6 +53,18 @@ class SglangOptions(Section):
     can be used."""
     start_timeout_s: float = Field(default=1200.0, gt=0)
     """The time limit for the server to be ready, in seconds."""
+
+    @property
+    def rounding(self) -> list[str]:
+        """The arguments that make a server of this run compute less precisely than its dtype, as
+        NAME=VALUE."""
+        pairs = [
+            *pairwise(self.args),
+            *(tuple(word.split("=", 1)) for word in self.args if "=" in word),
+        ]
+        return [
+            f"{name}={value}" for name, value in pairs if name in ROUNDING and value not in EXACT
+        ]
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:

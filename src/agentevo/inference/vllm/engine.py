@@ -48,6 +48,7 @@ from agentevo.inference.engine import (
     check_tokens,
 )
 from agentevo.inference.token_listeners import tell
+from agentevo.inference.vllm.arguments import vllm_arguments
 from agentevo.inference.vllm.options import VllmOptions, read_options
 from agentevo.inference.vllm.terms import (
     VllmTokens,
@@ -115,13 +116,15 @@ class VllmEngine(PublishingEngine):
             )
 
         self._vllm = load_vllm(options.start_timeout_s)
+        passed_on = vllm_arguments(options)
+        self._is_drafting = options.is_drafting
         self._tokenizer = tokenizer
         self._vocabulary = num_token_rows(model)
         self._unused = range(self._vocabulary, int(model.config.get_text_config().vocab_size))
         self._context = options.max_model_len or context_length(model.config)
         self._folder = Path(tempfile.mkdtemp(prefix="agentevo-vllm-"))
         self._base = self._folder / "base"
-        self._llm = self._start(options)
+        self._llm = self._start(options, passed_on)
         self._adapter: Any = None
         """vLLM's object for the serving adapter; None if the model has no adapter."""
         self._version = NO_VERSION
@@ -131,17 +134,19 @@ class VllmEngine(PublishingEngine):
         self._running: set[str] = set()
         self._generated = self._computed = self._prefix_hits = 0
 
-    def _start(self, options: VllmOptions) -> Any:
-        """Starts vLLM with the weights of the model and waits until it is ready."""
+    def _start(self, options: VllmOptions, passed_on: Mapping[str, Any]) -> Any:
+        """Starts vLLM with the weights of the model and waits until it is ready. `passed_on`:
+        arguments that only vLLM knows."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
-            write_base(self._like, self._base)
+            write_base(self._like, self._base, is_drafting=self._is_drafting)
             arguments = AsyncEngineArgs(
                 model=str(self._base),
                 max_model_len=self._context,
                 **engine_arguments(self._like, self.config, options),
+                **passed_on,
             )
             return AsyncLLM.from_engine_args(arguments)
         except Exception as error:
@@ -167,7 +172,7 @@ class VllmEngine(PublishingEngine):
         """See Engine.generate. `session` has no effect, because vLLM finds cached keys and values
         by their tokens."""
         check_request(sampling, deadline_s)
-        check_sampling(sampling)
+        check_sampling(sampling, is_drafting=self._is_drafting)
         check_prompt(prompt_ids, sampling, self._vocabulary)
         self._check_room(prompt_ids, sampling.max_new_tokens)
 
@@ -179,7 +184,13 @@ class VllmEngine(PublishingEngine):
         streams = listen is not None or bool(sampling.stop_strings)
         drawn = VllmTokens()
         stopped = False
-        params = sampling_params_of(sampling, self._vocabulary, self._unused, streams=streams)
+        params = sampling_params_of(
+            sampling,
+            self._vocabulary,
+            self._unused,
+            streams=streams,
+            is_drafting=self._is_drafting,
+        )
         async with self._open_request(prompt_ids, params, deadline_s) as (name, outputs):
             async for answer in outputs:
                 (output,) = answer.outputs

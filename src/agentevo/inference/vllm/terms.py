@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,10 +41,17 @@ NEVER = -1e9
 """The bias of an id that is no token. It makes the probability 0."""
 
 
-def check_sampling(sampling: SamplingParams) -> None:
+def check_sampling(sampling: SamplingParams, *, is_drafting: bool = False) -> None:
     """Raises EngineError for settings that vLLM applies in another order than the other engines,
-    and for settings whose effect it does not fully report."""
+    for settings whose effect it does not fully report, and for those that it does not apply if it
+    decodes speculatively (`is_drafting`)."""
     penalties = sampling.penalties
+    if is_drafting and (sampling.min_p > 0 or (penalties is not None and penalties.logit_bias)):
+        raise EngineError(
+            "sampling: vLLM has no min_p and no logit_bias while it decodes speculatively "
+            "(engine.options.speculative_config): leave one of them out"
+        )
+
     if sampling.grammar:
         raise GrammarError(
             "vLLM does not report which tokens a grammar allowed, so a turn under one could not "
@@ -164,13 +171,24 @@ def engine_arguments(
 
 
 def sampling_params_of(
-    sampling: SamplingParams, vocabulary: int, unused: Iterable[int], *, streams: bool
+    sampling: SamplingParams,
+    vocabulary: int,
+    unused: Sequence[int],
+    *,
+    streams: bool,
+    is_drafting: bool = False,
 ) -> Any:
     """vLLM's sampling parameters of a request. The end-of-text token ends a request only if the
     request lists it. `logprobs` does not count the sampled token's. `unused`: ids of the model that
-    are not tokens, which are never sampled."""
+    are not tokens, which are never sampled. If vLLM decodes speculatively (`is_drafting`), a list
+    of the allowed ids leaves them out, because it has no biases then."""
     penalties = sampling.penalties or Penalties()
-    biases = dict(penalties.logit_bias) | dict.fromkeys(unused, NEVER)
+    biases = dict(penalties.logit_bias)
+    allowed = None
+    if is_drafting:
+        allowed = list(range(vocabulary)) if unused else None
+    else:
+        biases |= dict.fromkeys(unused, NEVER)
     return load_vllm().SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -188,6 +206,7 @@ def sampling_params_of(
         frequency_penalty=penalties.frequency,
         repetition_penalty=penalties.repetition,
         logit_bias=biases or None,
+        allowed_token_ids=allowed,
     )
 
 

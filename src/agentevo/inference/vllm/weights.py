@@ -28,6 +28,7 @@ from agentevo.inference.weights.broadcast_source import receive_place
 from agentevo.inference.weights.weight_checks import check_shapes
 from agentevo.models.compute.adapters import is_adapted
 from agentevo.models.files.save import no_progress_bars
+from agentevo.models.files.unused_tensors import write_unused
 from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.devices import identity
 
@@ -46,20 +47,23 @@ workers."""
 T = TypeVar("T")
 
 
-def write_base(model: PreTrainedModel, folder: Path) -> None:
-    """Writes the model that vLLM starts with, without adapters."""
+def write_base(model: PreTrainedModel, folder: Path, *, is_drafting: bool = False) -> None:
+    """Writes the model that vLLM starts with, without adapters. `is_drafting`: vLLM may draft with
+    the model's own heads, so they are written too."""
     with no_progress_bars():
-        if not is_adapted(model):
+        if is_adapted(model):
+            base: Any = model.get_base_model()  # type: ignore[operator]
+            state = {
+                name.replace(".base_layer.", "."): tensor
+                for name, tensor in base.state_dict().items()
+                if ".lora_" not in name
+            }
+            base.save_pretrained(folder, state_dict=state)
+        else:
             model.save_pretrained(folder)
-            return
 
-        base: Any = model.get_base_model()  # type: ignore[operator]
-        state = {
-            name.replace(".base_layer.", "."): tensor
-            for name, tensor in base.state_dict().items()
-            if ".lora_" not in name
-        }
-        base.save_pretrained(folder, state_dict=state)
+        if is_drafting:
+            write_unused(model, folder, only_drafts=True)
 
 
 def adapter_refusal(model: Any) -> str | None:

@@ -36,6 +36,7 @@ from agentevo.models.config_overrides import model_config
 from agentevo.models.files.cache import Progress
 from agentevo.models.files.resolve import fetch
 from agentevo.models.files.save import no_progress_bars
+from agentevo.models.files.unused_tensors import remember_unused
 from agentevo.models.files.weight_files import check_weight_files
 from agentevo.models.tiny import make_tiny
 from agentevo.models.token_rows import limit_to_tokens
@@ -189,6 +190,8 @@ def _from_pretrained(
     model.config_overrides = dict(overrides)
     _check_rows(name, model, tokenizer)
     limit_to_tokens(model, tokenizer)
+    if not quantized:
+        remember_unused(model, folder, overrides)
     if quantized:  # already on the device; such weights can't be moved or converted
         _keep_unpacked(model)
         return LoadedModel(model.requires_grad_(False).eval(), tokenizer, name)

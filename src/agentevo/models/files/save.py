@@ -16,6 +16,7 @@ from agentevo.models.compute.adapters import is_adapted, is_adapter_folder, writ
 from agentevo.models.compute.parameters import trained_weights
 from agentevo.models.compute.parts import WholeTensors
 from agentevo.models.files.split_models import in_parts, write_from_parts
+from agentevo.models.files.unused_tensors import write_unused
 from agentevo.runtime.files import atomic_folder
 
 PROCESSOR_FILES = (
@@ -59,6 +60,7 @@ def write_model(
 
     `weights`: weights to write instead of the model's current ones (`saved_weights`). The weights
     of a model that is split over several processes are gathered, one tensor after the other.
+    Tensors of its original folder that the model does not use are copied from there.
     """
     how = in_parts(model)
     with no_progress_bars():
@@ -72,6 +74,8 @@ def write_model(
         else:
             model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
 
+        if not is_adapted(model):
+            write_unused(model, folder)
         if not is_adapted(model) and model.name_or_path:
             _copy_processor(Path(model.name_or_path), folder)
         tokenizer.save_pretrained(folder)

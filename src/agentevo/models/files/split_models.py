@@ -22,10 +22,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from agentevo.models.compute.parts import Spec, WeightPart, WholeTensors
-from agentevo.models.files.tensor_file import split_files, write_files
-
-FILE_BYTES = 5 * 2**30
-"""The most bytes of a file in a model's folder, unless a single tensor is larger."""
+from agentevo.models.files.tensor_file import FILE_BYTES, split_files, write_files
 
 
 @dataclass(frozen=True)

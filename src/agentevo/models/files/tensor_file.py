@@ -17,6 +17,8 @@ import torch
 
 from agentevo.models.compute.parts import Spec
 
+FILE_BYTES = 5 * 2**30
+"""The most bytes of a file in a model's folder, unless a single tensor is larger."""
 _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",

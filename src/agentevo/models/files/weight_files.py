@@ -36,7 +36,7 @@ def check_saved_model(key: str, folder: Path) -> str:
 
 def check_weight_files(key: str, folder: Path) -> None:
     """Raises ModelError for a file of weights that is missing, cut off or damaged in its header."""
-    for path in _list_weight_files(key, folder):
+    for path in list_weight_files(key, folder):
         try:
             with safe_open(path, framework="np"):
                 pass
@@ -48,7 +48,7 @@ def check_weight_files(key: str, folder: Path) -> None:
             ) from error
 
 
-def _list_weight_files(key: str, folder: Path) -> Iterator[Path]:
+def list_weight_files(key: str, folder: Path) -> Iterator[Path]:
     """The safetensors files that loading opens."""
     single_files = [folder / name for name in SINGLE_FILES if (folder / name).is_file()]
     yield from single_files

@@ -376,7 +376,7 @@ def engine_bytes(config: RunConfig, sizes: Sizes, memory: float) -> float:
     options = read_options(config.engine)
     if options.gpu_memory_utilization is not None:
         return weights + options.gpu_memory_utilization * memory
-    return weights + whole / options.tensor_parallel_size + cache
+    return weights + whole / options.num_devices + cache
 
 
 def other_models(config: RunConfig, copy: float, trained: float) -> float:

@@ -319,7 +319,7 @@ def devices_per_engine(section: EngineSection) -> int:
     if section.type == "vllm":
         from agentevo.inference.vllm.options import read_options
 
-        return read_options(section).tensor_parallel_size
+        return read_options(section).num_devices
 
     if section.type == "sglang":
         from agentevo.inference.sglang import options as sglang_options

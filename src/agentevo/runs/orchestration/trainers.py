@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from agentevo.algorithms.losses import POLICY_LOSSES
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import policy_of, trained_policies
 from agentevo.config.parallel import world_size
+from agentevo.inference.engines import rounding_options
 from agentevo.models.compute.adapters import num_parameters
 from agentevo.models.compute.rows import row_settings
 from agentevo.runs.folder.creation import RunCommand
@@ -152,8 +154,37 @@ def training_notes(parts: Components, command: RunCommand) -> list[str]:
         )
 
     config = parts.config
+    if command != "sft" and config.algorithm.preference() is None:
+        notes += rounding_notes(config)
+
     if command != "sft" and not config.data.given and config.trainer.steps:
         shortfall = parts.tasks.shortfall()
         notes += [shortfall] if shortfall else []
 
     return notes
+
+
+def rounding_notes(config: RunConfig) -> list[str]:
+    """What corrects for an engine that computes with rounded weights or over rounded keys and
+    values, and what measures the difference. Empty for an engine that does not round."""
+    rounding = rounding_options(config.engine)
+    if not rounding:
+        return []
+
+    algorithm = config.algorithm
+    bounds = f"importance_cap={algorithm.importance_cap:g}"
+    correction = "nothing corrects for it: leave algorithm.importance and old_logprobs out"
+    loss = POLICY_LOSSES.get(algorithm.resolve().policy_loss)
+    if loss is not None and loss.has_importance_weights:
+        correction = f"the weights of its loss {algorithm.resolve().policy_loss} correct for it"
+    elif algorithm.importance != "none":
+        correction = f"algorithm.importance={algorithm.importance} corrects for it ({bounds})"
+
+    measure = "with old_logprobs=recomputed, rollout/logprob_gap_max would measure it"
+    if algorithm.old_logprobs == "recomputed":
+        measure = "rollout/logprob_gap_mean and logprob_gap_max measure it"
+
+    return [
+        f"{config.engine.type} rounds ({', '.join(rounding)}), so its log-probs differ from the "
+        f"trainer's; {correction}; {measure}"
+    ]
