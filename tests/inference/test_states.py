@@ -17,7 +17,7 @@ from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.models.compute.rows import row_settings
 from agentevo.types import SamplingParams
 
-NAMES = ["qwen3-next", "lfm2", "gpt-oss", "mamba", "bloom", "minimax", "rwkv"]
+NAMES = ["qwen3-next", "lfm2", "gpt-oss-rows", "mamba", "bloom", "minimax", "rwkv"]
 TOLERANCE = 1e-4
 
 
@@ -47,7 +47,7 @@ def make_params(index: int, max_new_tokens: int = 8) -> SamplingParams:
     [
         ("qwen3-next", (True, True, True)),
         ("lfm2", (True, True, True)),
-        ("gpt-oss", (True, True, True)),
+        ("gpt-oss-rows", (True, True, True)),
         ("mamba", (True, False, True)),
         ("bloom", (True, True, True)),
         ("minimax", (True, False, False)),
@@ -77,7 +77,7 @@ def test_requests_in_company(name, sharing, random_model, complete, difference):
     assert (engine.stats()["engine/prefix_hit_tokens"] > 0) is shares
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "gpt-oss", "mamba"])
+@pytest.mark.parametrize("name", ["qwen3-next", "gpt-oss-rows", "mamba"])
 def test_memory_for_a_few_only(name, random_model, complete, difference):
     """Requests queue, the youngest ones return to the queue, and prefixes are dropped."""
     policy = random_model(name)
