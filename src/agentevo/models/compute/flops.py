@@ -96,7 +96,9 @@ def work_of_depths(
     """The work of tokens that see themselves and all tokens before them. `depths`, of any shape,
     has the number of tokens before each."""
     windows = list(windows)
-    hidden = {w: first_seen(depths, w).clamp(min=0) for w in windows if w is not None}
+    hidden: dict[Window, torch.Tensor] = {
+        w: first_seen(depths, w).clamp(min=0) for w in windows if w is not None
+    }
     pairs = {window: int((depths + 1 - hidden.get(window, 0)).sum()) for window in windows}
     return ForwardWork(depths.numel(), predictions, pairs)
 
