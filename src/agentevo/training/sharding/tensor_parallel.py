@@ -150,7 +150,7 @@ def _sinks(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     }
 
 
-def _style(base: PreTrainedModel, name: str) -> str | None:
+def _style(base: Any, name: str) -> str | None:
     """How the architecture's plan cuts a module or parameter of the decoder."""
     plan: dict[str, str] = getattr(base.config, "base_model_tp_plan", None) or {}
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
