@@ -63,10 +63,10 @@ everything else are the same over both:
 
 - **tree**: AgentEvo's attention. All sequences are packed into one row of tokens, prefixes that
   they share are computed once, and a plan says which token may attend to which. For models whose
-  layers are attention and feed-forward.
+  layers are attention and feed-forward, with sliding windows, chunks (Llama 4) and attention sinks
+  (gpt-oss, MiMo V2 Flash, Granite SWA).
 - **rows**: the model's own forward pass, with a sequence per row. For all other models: recurrent
-  layers, convolutions, sparse attention, attention sinks, models without transformers' attention
-  interface.
+  layers, convolutions, sparse attention, models without transformers' attention interface.
 
 Every model is checked when it is loaded. `prepare` runs a short text through the model twice, as
 transformers does and as the tree does (`models/compute/trial.py`). If the results differ, the model

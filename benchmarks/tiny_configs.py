@@ -317,6 +317,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "llama4_text, scaled by position": (
+        "llama4_text",
+        {"no_rope_layers": [1, 0], "floor_scale": 16, "attn_temperature_tuning": True},
+    ),
     **{
         f"{name}, with windows": (
             name,

@@ -45,7 +45,7 @@ from agentevo.config import ModelSection, TinyModel
 from agentevo.inference.engine import TokenListener
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.compute import cpu_kernels
-from agentevo.models.compute.attention import prepare
+from agentevo.models.compute.attention import Compute, prepare
 from agentevo.models.files.load import LoadedModel, load_model
 from agentevo.types import Completion, FinishReason, SamplingParams
 
@@ -109,6 +109,33 @@ class RandomModel(NamedTuple):
             return self.alone(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
+GPT_OSS = {
+    "head_dim": 8,
+    "sliding_window": WINDOW,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+CONFIGURED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt-oss": ("gpt_oss", GPT_OSS),
+    "granite-swa": (
+        "granite_swa",
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW},
+    ),
+    "llama4": (
+        "llama4_text",
+        {
+            "head_dim": 16,
+            "intermediate_size_mlp": 48,
+            "attention_chunk_size": WINDOW,
+            "no_rope_layers": [1, 0],
+            "floor_scale": 16,
+            "num_local_experts": 4,
+        },
+    ),
+}
+"""Models with attention sinks and windows, and with chunks and queries that are scaled by their
+position."""
 ROW_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": (
         "qwen3_next",
@@ -126,16 +153,7 @@ ROW_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
-    "gpt-oss": (
-        "gpt_oss",
-        {
-            "head_dim": 8,
-            "sliding_window": WINDOW,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-    ),
+    "gpt-oss-rows": ("gpt_oss", GPT_OSS),
     "mamba": ("mamba", {"state_size": 8, "time_step_rank": 4, "intermediate_size": 64}),
     "bloom": ("bloom", {"n_head": 4, "n_layer": 2}),
     "minimax": (
@@ -145,8 +163,8 @@ ROW_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "rwkv": ("rwkv", {"attention_hidden_size": 32}),
 }
 """Models that compute rows: recurrent states that continue by several tokens or (mamba) only by
-one, convolutions, attention sinks with a window, ALiBi, states that can't be stacked (minimax), and
-states of a kind of their own (rwkv)."""
+one, convolutions, windows (if the recipe chooses rows), ALiBi, states that can't be stacked
+(minimax), and states of a kind of their own (rwkv)."""
 
 
 def _build(name: str) -> PreTrainedModel:  # noqa: PLR0911 (an architecture each)
@@ -202,8 +220,8 @@ def _build(name: str) -> PreTrainedModel:  # noqa: PLR0911 (an architecture each
             Gemma3TextConfig(**shape, **layers, head_dim=8, query_pre_attn_scalar=8)
         )
 
-    if name in ROW_ARCHITECTURES:
-        model_type, kinds = ROW_ARCHITECTURES[name]
+    if name in CONFIGURED | ROW_ARCHITECTURES:
+        model_type, kinds = (CONFIGURED | ROW_ARCHITECTURES)[name]
         return AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**shape | kinds))
 
     assert name == "gemma2"
@@ -233,16 +251,17 @@ def _random_model(name: str) -> RandomModel:
 
     alone = copy.deepcopy(model)
     alone.set_attn_implementation("eager")
-    return RandomModel(prepare(model), alone)
+    compute: Compute = "rows" if name.endswith("-rows") else "auto"
+    return RandomModel(prepare(model, compute=compute), alone)
 
 
 @pytest.fixture(scope="session")
 def random_model() -> Callable[[str], RandomModel]:
     """`random_model(name)`: llama (grouped heads, tied embeddings), qwen2 (biases), qwen3 (norms of
     q and k), gemma2 (caps, a window in every other layer), gemma3 (the same with norms and two
-    ropes in place of caps), mistral or phi3 (a window), mixtral or qwen3-moe (experts); with -wide
-    behind it, of a shape that the CPU's kernels take. The same two objects for every test: who
-    trains the model must copy it."""
+    ropes in place of caps), mistral or phi3 (a window), mixtral or qwen3-moe (experts), or one of
+    CONFIGURED and ROW_ARCHITECTURES; with -wide behind it, of a shape that the CPU's kernels take.
+    The same two objects for every test: who trains the model must copy it."""
     return _random_model
 
 

@@ -14,7 +14,14 @@ from slow import slow
 from agentevo.models.known_ways import known_ways, way_of
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-QUICK = ("deepseek_v3", "diffllama", "qwen2_moe, with windows", "qwen3_5_text", "gpt_oss")
+QUICK = (
+    "deepseek_v3",
+    "diffllama",
+    "qwen2_moe, with windows",
+    "qwen3_5_text",
+    "gpt_oss",
+    "mimo_v2_flash",
+)
 SLOW = (
     "gemma4_text",
     "hrm_text",
@@ -47,7 +54,8 @@ SLOW = (
     "deepseek_v4",
     "kimi_linear",
     "lfm2",
-    "llama4_text",
+    "llama4_text, scaled by position",
+    "granite_swa",
     "mamba2",
     "nemotron_h",
     "qwen3_next",

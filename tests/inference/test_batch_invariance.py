@@ -20,7 +20,11 @@ from agentevo.types import SamplingParams
 pytestmark = pytest.mark.skipif(not linear.available(), reason="another library multiplies here")
 
 ARCHITECTURES = ["llama", "gemma2", "qwen2", "qwen3", "phi3", *soak("mistral", "gemma3")]
-WIDE = ["llama-wide", *soak("qwen3-wide", "mistral-wide", "phi3-wide")]
+WIDE = [
+    "llama-wide",
+    "granite-swa-wide",
+    *soak("granite-swa", "qwen3-wide", "mistral-wide", "phi3-wide"),
+]
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

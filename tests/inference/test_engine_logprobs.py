@@ -14,7 +14,19 @@ from agentevo.inference.embedded.cache_attention import attention
 from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.types import SamplingParams
 
-ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma2", "mistral", "mistral-wide", "phi3-wide"]
+ARCHITECTURES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "mistral",
+    "mistral-wide",
+    "phi3-wide",
+    "gpt-oss",
+    "granite-swa",
+    "granite-swa-wide",
+    "llama4",
+]
 TOLERANCE = 1e-4
 
 

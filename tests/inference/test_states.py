@@ -18,7 +18,7 @@ from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.models.compute.rows import row_settings
 from agentevo.types import SamplingParams
 
-NAMES = ["qwen3-next", "lfm2", "gpt-oss", "mamba", "bloom", "minimax", "rwkv"]
+NAMES = ["qwen3-next", "lfm2", "gpt-oss-rows", "mamba", "bloom", "minimax", "rwkv"]
 TOLERANCE = 1e-4
 
 
@@ -48,7 +48,7 @@ def make_params(index: int, max_new_tokens: int = 8) -> SamplingParams:
     [
         ("qwen3-next", (True, True, True)),
         ("lfm2", (True, True, True)),
-        ("gpt-oss", (True, True, True)),
+        ("gpt-oss-rows", (True, True, True)),
         ("mamba", (True, False, True)),
         ("bloom", (True, True, True)),
         ("minimax", (True, False, False)),
@@ -78,7 +78,7 @@ def test_requests_in_company(name, sharing, random_model, complete, difference):
     assert (engine.stats()["engine/prefix_hit_tokens"] > 0) is shares
 
 
-@pytest.mark.parametrize("name", ["lfm2", "gpt-oss"])
+@pytest.mark.parametrize("name", ["lfm2", "gpt-oss-rows"])
 def test_the_last_chunk_of_a_shared_prefix_is_one_token(name, random_model, complete, difference):
     """That token is computed in the stack, from which the prefix takes its state."""
     policy = random_model(name)
@@ -94,7 +94,7 @@ def test_the_last_chunk_of_a_shared_prefix_is_one_token(name, random_model, comp
     assert engine.stats()["engine/prefix_hit_tokens"] == 3 * 17
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "gpt-oss", "mamba"])
+@pytest.mark.parametrize("name", ["qwen3-next", "gpt-oss-rows", "mamba"])
 def test_memory_for_a_few_only(name, random_model, complete, difference):
     """Requests queue, the youngest ones return to the queue, and prefixes are dropped."""
     policy = random_model(name)

@@ -24,6 +24,7 @@ from agentevo.models.compute.cpu_kernels import (
     why_not,
 )
 from agentevo.models.compute.linear import PackedMatrix
+from agentevo.models.compute.windows import Chunk, Window
 
 HERE = torch.backends.cpu.get_cpu_capability()
 SETS = [name for name in INSTRUCTIONS if name == HERE or HERE == "AVX512"]
@@ -224,17 +225,19 @@ class Sequences:
         places = torch.arange(kv.shape[1])
         self.kernels.keep(cache, kv[0], kv[1], torch.full_like(places, slot), places)
 
-    def attend(self, counts: list[int], window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(
+        self, counts: list[int], window: Window, sinks: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries of the last counts[i] tokens of each sequence, and what they attend to."""
         q = torch.randn(sum(counts), self.groups * self.repeat, self.dim)
         tokens = torch.zeros(len(counts), max(counts), dtype=torch.int64)
         for row, count in enumerate(counts):
             tokens[row, :count] = torch.arange(count) + sum(counts[:row])
         out = torch.full_like(q, torch.nan)
-        self.call(q, tokens, list(range(len(counts))), self.lengths, counts, window, out)
+        self.call(q, tokens, list(range(len(counts))), self.lengths, counts, window, out, sinks)
         return q, out
 
-    def call(self, q, tokens, slots, lengths, counts, window, out) -> None:
+    def call(self, q, tokens, slots, lengths, counts, window, out, sinks=None) -> None:
         self.kernels.attend(
             self.cache,
             q,
@@ -245,10 +248,17 @@ class Sequences:
             prefix=self.prefix,
             scaling=self.scaling,
             window=window,
+            sinks=sinks,
             out=out,
         )
 
-    def wanted(self, q: torch.Tensor, counts: list[int], window: int | None) -> torch.Tensor:
+    def wanted(
+        self,
+        q: torch.Tensor,
+        counts: list[int],
+        window: Window,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The same in float64."""
         rows = []
         for kv, count, q_of in zip(self.kv, counts, q.double().split(counts), strict=True):
@@ -256,15 +266,23 @@ class Sequences:
             n = len(keys)
             place = torch.arange(n)
             query = torch.arange(n - count, n)[:, None]
-            seen = (place <= query) & (place > query - (window or n))
+            if isinstance(window, Chunk):
+                near = place // window.size == query // window.size
+            else:
+                near = place > query - (window or n)
+            seen = (place <= query) & near
             scores = torch.einsum("qhd,khd->hqk", q_of * self.scaling, keys)
-            weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
+            scores = scores.masked_fill(~seen, -torch.inf)
+            if sinks is not None:
+                beside = sinks.double().view(-1, 1, 1).expand(-1, count, 1)
+                scores = torch.cat([scores, beside], -1)
+            weights = torch.softmax(scores, -1)[..., :n]
             rows.append(torch.einsum("hqk,khd->qhd", weights, values))
 
         return torch.cat(rows)
 
 
-@pytest.mark.parametrize("window", [None, 1, 40, 300])
+@pytest.mark.parametrize("window", [None, 1, 40, 300, Chunk(7), Chunk(90)])
 @pytest.mark.parametrize("prefix", [0, 33, 300])
 @pytest.mark.parametrize("counts", [[1, 1, 1], [1, 0, 7], [5, 70, 20]])
 def test_attention(kernels, counts, prefix, window):
@@ -274,7 +292,19 @@ def test_attention(kernels, counts, prefix, window):
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("prefix", [0, 33])
+def test_sinks(kernels, prefix, window):
+    """A score for each head; some far above those of the keys, and some far below."""
+    sequences = Sequences(kernels, [70, 300, 33], prefix)
+    sinks = torch.linspace(-20, 20, sequences.groups * sequences.repeat)
+    sinks = sinks.view(sequences.groups, sequences.repeat)
+    q, out = sequences.attend([5, 70, 20], window, sinks)
+    wanted = sequences.wanted(q, [5, 70, 20], window, sinks)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 50, Chunk(50)])
 def test_attention_does_not_depend_on_company_nor_on_where_a_prefix_lies(kernels, window):
     lengths = [70, 300, 33]
     counts = [20, 40, 9]

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -29,6 +30,7 @@ from agentevo.models.compute.flops import (
     work_of_depths,
     work_of_sequences,
 )
+from agentevo.models.compute.windows import Chunk, Window
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 193,
@@ -129,18 +131,21 @@ def test_layers_by_window():
     assert model_flops(_model(CONFIGS["gemma3"])).layers == {8: 5, None: 1}
     assert model_flops(_model(MistralConfig(**SHAPE, sliding_window=16))).layers == {16: 3}
     assert model_flops(_model(CONFIGS["llama"])).layers == {None: 3}
+    chunks = {"no_rope_layers": [1, 1, 0], "attention_chunk_size": 16, "intermediate_size_mlp": 96}
+    llama4 = Llama4TextConfig(**SHAPE, **chunks, num_local_experts=2)
+    assert model_flops(_model(llama4)).layers == {Chunk(16): 2, None: 1}
 
 
-@pytest.mark.parametrize("window", [None, 1, 4, 7, 100])
-def test_pairs_of_sequences_are_those_of_their_masks(window: int | None):
+@pytest.mark.parametrize("window", [None, 1, 4, 7, 100, Chunk(1), Chunk(4), Chunk(7), Chunk(100)])
+def test_pairs_of_sequences_are_those_of_their_masks(window: Window):
     lengths = [1, 4, 9]
-    slow = sum(
-        1
-        for n in lengths
-        for q in range(n)
-        for k in range(q + 1)
-        if window is None or q - k < window
-    )
+
+    def is_seen(q: int, k: int) -> bool:
+        if isinstance(window, Chunk):
+            return q // window.size == k // window.size
+        return window is None or q - k < window
+
+    slow = sum(is_seen(q, k) for n in lengths for q in range(n) for k in range(q + 1))
     depths = torch.cat([torch.arange(n) for n in lengths])[None]
 
     assert work_of_sequences(lengths, 5, [window]) == ForwardWork(14, 5, {window: slow})

@@ -13,8 +13,6 @@ from transformers import (
     BertLMHeadModel,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     HrmTextConfig,
@@ -74,9 +72,10 @@ def strange():
             return GraniteMoeHybridForCausalLM(config)
 
         if name == "llama4":
+            kinds = ["chunked_attention", "sliding_attention"]
             return Llama4ForCausalLM(
                 Llama4TextConfig(
-                    **SHAPE, **EXPERTS, intermediate_size_mlp=48, head_dim=8, attention_chunk_size=8
+                    **SHAPE, **EXPERTS, intermediate_size_mlp=48, head_dim=8, layer_types=kinds
                 )
             )
 
@@ -90,8 +89,6 @@ def strange():
 
         if name == "nemotron":
             return NemotronForCausalLM(NemotronConfig(**SHAPE))
-        if name == "gpt-oss":
-            return GptOssForCausalLM(GptOssConfig(**SHAPE, **EXPERTS, head_dim=8))
         assert name == "recurrent-gemma"
         return RecurrentGemmaForCausalLM(
             RecurrentGemmaConfig(**SHAPE, lru_width=32, block_types=["recurrent", "attention"])
@@ -105,8 +102,6 @@ def strange():
     [
         ("lfm2", "layers of the kind conv, which AgentEvo can't pack"),
         ("granite-hybrid", "layers of the kind linear_attention"),
-        ("llama4", "layers of the kind chunked_attention"),
-        ("gpt-oss", "attention sinks"),
         ("nemotron", "NemotronForCausalLM does not pass its arguments on to its attention"),
     ],
 )
@@ -166,6 +161,12 @@ class Full(torch.nn.Module):
         return self.inner(x) * taken[:, None]
 
 
+def test_windows_and_chunks_together_are_refused(strange):
+    """Both kinds of masks are made from a size alone."""
+    with pytest.raises(ModelError, match="kind chunked_attention, sliding_attention, which"):
+        prepare(strange("llama4"), compute="tree")
+
+
 @pytest.mark.parametrize("wrapped", [Shifted, lambda inner: Full(inner, 12)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_no_config_tells_is_found_by_trying(wrapped, dtype, random_model):
@@ -187,13 +188,16 @@ def test_what_no_config_tells_is_found_by_trying(wrapped, dtype, random_model):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "name",
-    ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "qwen3-moe", "mixtral"],
+    [
+        *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "qwen3-moe", "mixtral"),
+        *("gpt-oss", "granite-swa", "llama4"),
+    ],
 )
 def test_decoders_of_attention_and_feed_forward_are_accepted(name, dtype, random_model):
     model = copy.deepcopy(random_model(name).alone).to(dtype)
     model.train()
     state = torch.random.get_rng_state()
-    prepare(model)
+    prepare(model, compute="tree")
 
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(module.training for module in model.modules())
@@ -215,9 +219,9 @@ def test_a_window_that_is_not_named_to_the_attention_function_is_kept(monkeypatc
     )
     attend = _PackedTextsPlan.attend
 
-    def listened(self, q, k, v, scaling, window, softcap):
+    def listened(self, q, k, v, scaling, window, *others):
         windows.append(window)
-        return attend(self, q, k, v, scaling, window, softcap)
+        return attend(self, q, k, v, scaling, window, *others)
 
     monkeypatch.setattr(_PackedTextsPlan, "attend", listened)
     prepare(model)

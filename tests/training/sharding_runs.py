@@ -19,6 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    GraniteSWAConfig,
+    GraniteSWAForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -62,6 +64,7 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": None,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SINKS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 WINDOW = {"pad_token_id": 0, "query_pre_attn_scalar": 8, "sliding_window": 6}
 MODELS: dict[str, Callable[..., PreTrainedModel]] = {
     "llama": lambda **more: LlamaForCausalLM(LlamaConfig(**SHAPE | more)),
@@ -70,6 +73,7 @@ MODELS: dict[str, Callable[..., PreTrainedModel]] = {
         Qwen3Config(**SHAPE | more, tie_word_embeddings=True)
     ),
     "gemma2": lambda **more: Gemma2ForCausalLM(Gemma2Config(**SHAPE | WINDOW | more)),
+    "sinks": lambda **more: GraniteSWAForCausalLM(GraniteSWAConfig(**SHAPE | SINKS | more)),
     "moe": lambda **more: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE | EXPERTS | more)),
 }
 

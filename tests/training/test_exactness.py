@@ -20,7 +20,7 @@ from slow import slow
 
 from agentevo.config import AlgorithmSection, CriticSection, LoraSection, TrainerSection
 from agentevo.models.compute.attention import prepare
-from agentevo.models.compute.rows import shares_prefixes
+from agentevo.models.compute.rows import row_settings, shares_prefixes
 from agentevo.training.batching.packing import pack
 from agentevo.training.batching.passes import micro_batches, token_tables
 from agentevo.training.kernels.output_layer import token_logprobs
@@ -40,14 +40,16 @@ ARCHITECTURES = [
     "phi3",
     "mixtral",
     "qwen3-moe",
+    "gpt-oss",
+    "granite-swa",
+    "llama4",
     "qwen3-next",
     "lfm2",
-    "gpt-oss",
     "mamba",
     "bloom",
 ]
-"""The last five compute rows."""
-QUICK = ("llama", "gemma2", "qwen3-moe", "lfm2")
+"""The last four compute rows."""
+QUICK = ("llama", "gemma2", "qwen3-moe", "granite-swa", "lfm2")
 GRPO = AlgorithmSection(aggregation="token-mean", entropy_coef=0.02, clip_high=0.28)
 TOLERANCE = 1e-5
 
@@ -179,6 +181,7 @@ def test_updates_of_random_tries(name, random_model, samples_of, slow_loss, grad
         )
 
     any_trie()
+    assert (row_settings(one.model) is not None) == (name in ARCHITECTURES[-4:])
     gates = [p.grad for key, p in one.model.named_parameters() if "gate.weight" in key]
     assert all(grad is not None and grad.any() for grad in gates), "the router learns too"
     assert bool(gates) == (name in ("mixtral", "qwen3-moe", "qwen3-next"))
@@ -219,11 +222,12 @@ def test_output_layers_tied_to_the_embeddings_and_not(random_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "qwen3-moe", "gpt-oss", "llama4"])
 def test_updates_of_adapters(name, random_model, samples_of, slow_loss, gradient):
     """And the reference that is the base under them."""
     bare = random_model(name).alone
-    targets = ("all-linear",) if name != "qwen3-moe" else ("q_proj", "v_proj")
+    dense = name in ("llama", "gemma2", "mistral")
+    targets = ("all-linear",) if dense else ("q_proj", "v_proj")
     alone = adapted(bare, LoraSection(rank=4, targets=targets), by=0.1)
     model = prepare(copy.deepcopy(alone))
     reference = Reference(model, AlgorithmSection(reference="base", kl_coef=0.1))

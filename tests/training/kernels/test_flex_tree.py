@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
+from agentevo.models.compute.windows import Chunk
 from agentevo.training.kernels import flex_tree
 from agentevo.training.kernels.flex_tree import FlexTree
 from agentevo.training.kernels.tree_attention import TreeAttention
@@ -22,6 +23,7 @@ from examples import examples
 CPU = torch.device("cpu")
 PROMPT = list(range(150))
 GROUP = [PROMPT + [1000 + n] * (90 * n + 1) for n in range(5)] + [[7] * 300]
+SINKS = torch.tensor([0.3, -2.0, 4.0, 0.0])
 sequences_of_few_letters = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=24), min_size=1, max_size=9
 )
@@ -32,11 +34,16 @@ def pairs(tree, window):
     seen = np.zeros((tree.num_nodes, tree.num_nodes), dtype=bool)
     for path in tree.paths:
         distance = np.arange(len(path))[:, None] - np.arange(len(path))[None, :]
-        seen[path[:, None], path[None, :]] |= (distance >= 0) & (distance < (window or len(path)))
+        if isinstance(window, Chunk):
+            chunk = np.arange(len(path)) // window.size
+            near = chunk[:, None] == chunk[None, :]
+        else:
+            near = distance < (window or len(path))
+        seen[path[:, None], path[None, :]] |= (distance >= 0) & near
     return seen
 
 
-@pytest.mark.parametrize("window", [None, 5, 40, 200])
+@pytest.mark.parametrize("window", [None, 5, 40, 200, Chunk(5), Chunk(64)])
 def test_blocks_hold_exactly_what_is_seen(monkeypatch, window):
     monkeypatch.setattr(flex_tree, "BLOCK", 4)
 
@@ -67,7 +74,9 @@ def test_blocks_hold_exactly_what_is_seen(monkeypatch, window):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (60, None), (None, 2.0)])
+@pytest.mark.parametrize(
+    ("window", "softcap"), [(None, None), (60, None), (None, 2.0), (Chunk(60), None)]
+)
 def test_attention_is_that_of_the_plan_for_cpus(window, softcap):
     tree = build_tree(GROUP)
     generator = torch.Generator().manual_seed(0)
@@ -79,6 +88,52 @@ def test_attention_is_that_of_the_plan_for_cpus(window, softcap):
         rtol=1e-5,
         atol=1e-5,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 60, Chunk(60)])
+def test_sinks_are_those_of_the_plan_for_cpus(window):
+    """In texts that would otherwise take flash attention, too."""
+    for sequences in (GROUP, [[5] * 2048]):
+        tree = build_tree(sequences)
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (
+            torch.randn(tree.num_nodes, heads, 16, generator=generator) for heads in (4, 2, 2)
+        )
+        found, wanted = (
+            plan.attend(q, k, v, 0.25, window, None, SINKS)
+            for plan in (FlexTree(tree, CPU), TreeAttention(tree, CPU))
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_pass_through_the_log_sum_exp_to_the_sinks(monkeypatch):
+    """FlexAttention has no backward pass on a CPU. Here a dense attention stands in for it, which
+    gives the same outputs."""
+
+    def dense(q, k, v, score_mod, block_mask, scale, enable_gqa, return_lse):
+        places = torch.arange(q.shape[2])
+        seen = block_mask.mask_mod(None, None, places[:, None], places[None, :])
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf)
+        assert return_lse
+        return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+    tree = build_tree(GROUP)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(tree.num_nodes, heads, 16) for heads in (4, 2, 2)]
+    leaves = [torch.randn(*shape, generator=generator).requires_grad_() for shape in shapes]
+    leaves.append(SINKS.clone().requires_grad_())
+    q, k, v, sinks = leaves
+    monkeypatch.setattr(flex_tree, "_attention_function", lambda kind: dense)
+    results = []
+    for plan in (FlexTree(tree, CPU), TreeAttention(tree, CPU)):
+        out = plan.attend(q, k, v, 0.25, Chunk(60), None, sinks)
+        above = torch.linspace(-1, 1, out.numel()).view_as(out)
+        results.append([out, *torch.autograd.grad(out, leaves, above)])
+
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_a_shared_prompt_leaves_out_the_other_members_blocks():

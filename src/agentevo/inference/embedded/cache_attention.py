@@ -31,6 +31,8 @@ that share the prefix (tests/inference/test_batch_invariance.py).
 
 Elsewhere the log-sum-exp joins the two parts of the softmax (cascade attention), and the last
 digits do depend on the other sequences of the step.
+
+An attention sink is one more score of each row: in order its first one, elsewhere another part.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ from agentevo.inference.embedded.kv_cache import (
 from agentevo.models.compute.cpu_kernels import WHOLE, CpuKernels, KernelCache, Prefix, cpu_kernels
 from agentevo.models.compute.linear import ORDERED, available, product, weighted_sums
 from agentevo.models.compute.routers import Routing
+from agentevo.models.compute.windows import Window, first_seen, narrow
 
 NEG_INF = float("-inf")
 FEW_QUERIES = 16
@@ -110,8 +113,13 @@ def _mask_scores(
     return scores
 
 
-def _softmax(scores: torch.Tensor) -> torch.Tensor:
-    """Attention weights of scores [..., Q, K], which may be overwritten; float32."""
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """Attention weights of scores [..., Q, K], which may be overwritten; float32. `sinks`, of a
+    shape that expands to [..., Q], are further scores without a weight."""
+    if sinks is not None:
+        beside = sinks.to(scores.dtype).expand(scores.shape[:-1]).unsqueeze(-1)
+        return _softmax(torch.cat([beside, scores], dim=-1))[..., 1:].contiguous()
+
     num_keys = scores.shape[-1]
     kernels = cpu_kernels()
     if kernels is not None and scores.device.type == "cpu" and scores.dtype == torch.float32:
@@ -187,8 +195,8 @@ class CacheRows:
     has_equal_lengths: bool
     """`is_one_query_each`, in adjacent slots, and all of the same length, as in a group that
     started together."""
-    _masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
-    _stretch_masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[Window, int], torch.Tensor] = field(default_factory=dict)
+    _stretch_masks: dict[tuple[Window, int], torch.Tensor] = field(default_factory=dict)
     _tables: dict[tuple[int, ...], TableRows] = field(default_factory=dict)
 
     @property
@@ -210,34 +218,34 @@ class CacheRows:
         first = self.first_slot
         return self.slots if first is None else slice(first, first + len(self.tokens))
 
-    def mask(self, window: int | None, repeat: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Additive mask [B, 1, Q * repeat, P + K]: causal, and limited to `window` keys back. None
-        if every query sees every key. Cached for all layers with the same arguments."""
+    def mask(self, window: Window, repeat: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Additive mask [B, 1, Q * repeat, P + K]: causal, and limited to the window. None if every
+        query sees every key. Cached for all layers with the same arguments."""
         prefix = self.prefix
         num_queries = self.tokens.shape[1]
-        if self.has_equal_lengths and (window is None or window >= prefix + self.max_length):
+        if self.has_equal_lengths and narrow(window, prefix + self.max_length - 1) is None:
             return None
 
         if (window, repeat) not in self._masks:
-            # Positions count from the start of the slot, so positions in the prefix are negative.
-            key = torch.arange(-prefix, self.max_length, device=self.lengths.device)  # [P + K]
+            key = torch.arange(prefix + self.max_length, device=self.lengths.device)  # [P + K]
             query = (
                 self.lengths[:, None]
                 - self.queries[:, None]
                 + torch.arange(num_queries, device=key.device)
             )  # [B, Q]
-            query = torch.minimum(query, self.lengths[:, None] - 1).clamp_min(0)
+            query = torch.minimum(query, self.lengths[:, None] - 1).clamp_min(0) + prefix
             mask = _additive(key, query, window, dtype)
             self._masks[window, repeat] = mask.repeat_interleave(repeat, dim=1).unsqueeze(1)
 
         return self._masks[window, repeat]
 
-    def stretch_mask(self, index: int, window: int | None) -> torch.Tensor:
+    def stretch_mask(self, index: int, window: Window) -> torch.Tensor:
         """The additive mask [num_tokens, P + length] of one stretch. Cached for all layers."""
         if (window, index) not in self._stretch_masks:
             stretch = self.stretches[index]
-            key = torch.arange(-self.prefix, stretch.length)
-            query = torch.arange(stretch.length - stretch.num_tokens, stretch.length)
+            end = self.prefix + stretch.length
+            key = torch.arange(end)
+            query = torch.arange(end - stretch.num_tokens, end)
             self._stretch_masks[window, index] = _additive(key, query, window, torch.float32)
         return self._stretch_masks[window, index]
 
@@ -279,13 +287,13 @@ class CacheRows:
 
 
 def _additive(
-    key: torch.Tensor, query: torch.Tensor, window: int | None, dtype: torch.dtype
+    key: torch.Tensor, query: torch.Tensor, window: Window, dtype: torch.dtype
 ) -> torch.Tensor:
     """The additive mask [..., Q, K]: 0 if the query at position `query` [..., Q] sees the key at
     position `key` [K], its own included, otherwise -inf."""
     is_visible = key <= query[..., None]
     if window is not None:
-        is_visible &= key > query[..., None] - window
+        is_visible &= key >= first_seen(query[..., None], window)
     return torch.zeros(is_visible.shape, dtype=dtype, device=key.device).masked_fill_(
         ~is_visible, NEG_INF
     )
@@ -314,8 +322,9 @@ class CacheAttention:
         k: torch.Tensor,
         v: torch.Tensor,
         scaling: float,
-        window: int | None,
+        window: Window,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionPlan.attend: q [T, H, D] -> [T, H, D]."""
         # 1. The new tokens' keys and values join their sequences in the cache. The calls of a pass
@@ -328,7 +337,9 @@ class CacheAttention:
         in_order = available() and q.device.type == "cpu" and q.dtype == torch.float32
         keys, values = self.cache.layer(layer, k, scratch=repeat if in_order else 0)
         own_kernels = _own_kernels(keys, values, softcap) if in_order else None
-        view = _Layer(layer, keys, values, scaling, window, softcap, own_kernels)
+        if sinks is not None:
+            sinks = sinks.detach().view(groups, repeat)
+        view = _Layer(layer, keys, values, scaling, window, softcap, sinks, own_kernels)
 
         if own_kernels is None:
             self._write(keys, values, k, v)
@@ -391,10 +402,18 @@ class _Layer(NamedTuple):
     """[slots, G, capacity + scratch, D]"""
     scaling: float
     """The factor of the scores."""
-    window: int | None
+    window: Window
     softcap: float | None
+    sinks: torch.Tensor | None
+    """[G, R]"""
     own_kernels: tuple[CpuKernels, KernelCache] | None
     """AgentEvo's own kernels; None if they do not support this layer."""
+
+    def sinks_of(self, num: int) -> torch.Tensor | None:
+        """[G, num]: the sinks of the queries of each key-value head, a multiple of R."""
+        if self.sinks is None:
+            return None
+        return self.sinks.repeat(1, num // self.sinks.shape[1])
 
 
 def _own_kernels(
@@ -428,6 +447,7 @@ def _attend_by_own_kernels(
         prefix=prefix,
         scaling=layer.scaling,
         window=layer.window,
+        sinks=None if layer.sinks is None else layer.sinks.float().contiguous(),
         out=out.flatten(1, 2),
     )
 
@@ -455,7 +475,7 @@ def _attend_few_in_order(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> tor
         scores = torch.cat([of_prefix.transpose(0, 1), scores], dim=-1)
 
     mask = rows.mask(layer.window, num // rows.tokens.shape[1], q.dtype)
-    weights = _softmax(_mask_scores(scores, mask, layer.softcap))
+    weights = _softmax(_mask_scores(scores, mask, layer.softcap), layer.sinks_of(num))
     prefix_sums = None  # sums over the prefix's complete stretches
     if rows.segment is not None:
         ends = prefix // ORDERED * ORDERED
@@ -523,7 +543,8 @@ def _attend_many_in_order(
             scores = torch.cat([_product(*of_head) for of_head in by_head])
             scores = scores.view(groups, -1, repeat, num_visible)
             weights = _softmax(
-                _mask_scores(scores, mask[first:last, None, :num_visible], layer.softcap)
+                _mask_scores(scores, mask[first:last, None, :num_visible], layer.softcap),
+                None if layer.sinks is None else layer.sinks.unsqueeze(1),
             )
             weights = weights.view(groups, -1, num_visible)
             by_head = zip(weights.unbind(), v[:, :num_visible].unbind(), strict=True)
@@ -536,6 +557,8 @@ def _attend_fused(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> torch.Tens
     log-sum-exp l of the own keys, p and m of the prefix, the softmax over the union gives
 
         (e^l o + e^m p) / (e^l + e^m) = o + sigmoid(m - l) (p - o)
+
+    A sink s scales the output of all keys by sigmoid(l - s).
     """
     length = rows.max_length
     prefix = rows.prefix
@@ -546,9 +569,11 @@ def _attend_fused(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> torch.Tens
     own_mask = None if mask is None else mask[..., prefix:]
     scaling = layer.scaling
     softcap = layer.softcap
-    out, lse = attention(q, k, v, own_mask, scaling, softcap, rows.segment is not None)
+    sinks = layer.sinks_of(q.shape[2])
+    with_lse = rows.segment is not None or sinks is not None
+    out, lse = attention(q, k, v, own_mask, scaling, softcap, with_lse)
     if rows.segment is None:
-        return out
+        return out if sinks is None else _scale_beside(out, lse, sinks)
 
     # All queries of a key-value head are rows of one matrix product.
     by_head = q.transpose(0, 1).flatten(1, 2)[None]  # [1, G, B * N, D]
@@ -567,4 +592,13 @@ def _attend_fused(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> torch.Tens
     of_part = of_part.view(groups, batch, num).transpose(0, 1)
     # The prefix's share of the softmax mass.
     weight = torch.sigmoid(of_part.float() - lse.float()).unsqueeze(-1).to(out.dtype)
-    return out.lerp(part, weight)
+    out = out.lerp(part, weight)
+    if sinks is None:
+        return out
+    return _scale_beside(out, torch.logaddexp(lse.float(), of_part.float()), sinks)
+
+
+def _scale_beside(out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor) -> torch.Tensor:
+    """The output [B, G, N, D] over keys with the log-sum-exp [B, G, N], beside sinks [G, N]."""
+    assert lse is not None
+    return (out * torch.sigmoid(lse.float() - sinks).unsqueeze(-1)).to(out.dtype)

@@ -69,6 +69,8 @@ EXPENSIVE_OPERATORS = (
 )
 """The operators whose results `selective` keeps, if this build of PyTorch has them: matrix products
 and attention. Batched products are not included, because their results may be attention scores."""
+IN_PLACE = frozenset({"GptOssExperts", "Llama4TextMoe"})
+"""transformers' modules that change the result of a product in place, so that it can't be kept."""
 SMALLEST_OFFLOAD = 64 * 1024
 """The smallest tensor that is offloaded, in bytes. Moving smaller ones costs more than it saves."""
 
@@ -125,7 +127,8 @@ class CheckpointedLayer(PackedWeights):
 def keep_activations(model: PreTrainedModel, section: MemorySection) -> PreTrainedModel:
     """Applies the section, in place, to a model that `agentevo.models.compute.attention.prepare`
     has prepared. On a CPU, this also makes the allocator of the whole process keep less memory.
-    Raises ModelError for a model without decoder layers of transformers' kind."""
+    Raises ModelError for a model without decoder layers of transformers' kind, and for `selective`
+    if a layer changes what would be kept."""
     if section.checkpointing == "none" and not section.offload_activations:
         return model
 
@@ -139,10 +142,19 @@ def keep_activations(model: PreTrainedModel, section: MemorySection) -> PreTrain
             "memory.offload_activations=false"
         )
 
+    if section.checkpointing == "selective":
+        # A compiled layer keeps products and attention itself, and recomputes the rest.
+        layers = [
+            layer for layer in layers if not isinstance(vars(layer).get("forward"), CompiledLayer)
+        ]
+        kinds = {type(module).__name__ for layer in layers for module in layer.modules()}
+        if changing := kinds & IN_PLACE:
+            raise ModelError(
+                f"memory.checkpointing=selective is not possible with {', '.join(changing)}, which "
+                "changes results of products in place: set it to full or none"
+            )
+
     for layer in layers:
-        compiled = isinstance(vars(layer).get("forward"), CompiledLayer)
-        if compiled and section.checkpointing == "selective":
-            continue  # the compiled layer keeps products and attention, and recomputes the rest
         layer.forward = CheckpointedLayer(layer, section)
 
     if next(model.parameters()).device.type == "cpu":

@@ -37,9 +37,15 @@ from agentevo.errors import ModelError
 from agentevo.models.compute.fused import use_fused_layers
 from agentevo.models.compute.fused_decoder import use_fused_decoder
 from agentevo.models.compute.linear import use_fast_linear
-from agentevo.models.compute.positions import limit_positions
+from agentevo.models.compute.positions import (
+    limit_positions,
+    name_positions,
+    query_factors,
+    scales_by_place,
+)
 from agentevo.models.compute.rows import use_rows
 from agentevo.models.compute.trial import REMEDY, PlanMissingError, check_layer_types, try_out
+from agentevo.models.compute.windows import Chunk, Window
 
 Compute = Literal["auto", "tree", "rows"]
 """How a model is computed: see `prepare`."""
@@ -114,20 +120,21 @@ class AttentionPlan(Protocol):
         k: torch.Tensor,
         v: torch.Tensor,
         scaling: float,
-        window: int | None,
+        window: Window,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q [T, H, D], k and v [T, Hkv, D] -> [T, H, D]. `window`: the number of tokens that a
-        token sees, itself included; None for all. A pass calls this method in a fixed order, for
-        most models once per layer."""
+        """q [T, H, D], k and v [T, Hkv, D] -> [T, H, D]. `sinks` [H]: a score of each head beside
+        those of the keys, with a value of zeros (attention sinks, arXiv 2309.17453, learned as in
+        gpt-oss). A pass calls this method in a fixed order, for most models once per layer."""
         ...
 
 
 @dataclass(frozen=True)
-class _SlidingMask:
+class _WindowMask:
     """A placeholder for the mask of layers with a window."""
 
-    window: int
+    window: int | Chunk
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -136,17 +143,19 @@ class _SlidingMask:
 
 
 @torch.compiler.disable
-def _attention(  # noqa: PLR0917 (transformers' attention interface)
+def _attention(  # noqa: PLR0913, PLR0917 (transformers' attention interface)
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | _SlidingMask | None,
+    attention_mask: torch.Tensor | _WindowMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     plan: AttentionPlan | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    row_positions: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T,
@@ -157,16 +166,18 @@ def _attention(  # noqa: PLR0917 (transformers' attention interface)
             "model.set_attn_implementation('sdpa') to use it alone"
         )
 
-    if kwargs.get("s_aux") is not None:
-        raise ModelError(
-            f"attention sinks (as in gpt-oss) are not supported by AgentEvo's attention: {REMEDY}"
-        )
-
-    if isinstance(attention_mask, _SlidingMask):
+    window: Window = sliding_window
+    if isinstance(attention_mask, _WindowMask):
         # As eager attention does: some models don't pass the window to the function.
-        sliding_window = attention_mask.window
+        window = attention_mask.window
     elif attention_mask is not None:
         raise ModelError(OWN_MASK)
+
+    if scales_by_place(module):
+        if row_positions is None:
+            raise ModelError(f"queries are scaled by their place in the row: {REMEDY}")
+        factors = query_factors(module, row_positions)  # [1, T]
+        query = (query * factors[:, None, :, None]).to(query.dtype)
 
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     dim = query.shape[-1]
@@ -181,15 +192,21 @@ def _attention(  # noqa: PLR0917 (transformers' attention interface)
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         scale,
-        sliding_window,
+        window,
         softcap,
+        s_aux,
     )
     return out[..., :value_dim].unsqueeze(0).contiguous(), None  # some models call `view` on it
 
 
-def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> _SlidingMask | None:
+def _mask(
+    *args: Any, config: Any = None, local_size: int | None = None, **kwargs: Any
+) -> _WindowMask | None:
     """Builds no mask tensor, because the plan knows which token attends to which."""
-    return None if local_size is None else _SlidingMask(local_size)
+    if local_size is None:
+        return None
+    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    return _WindowMask(Chunk(local_size) if chunked else local_size)
 
 
 AttentionInterface.register(NAME, _attention)
@@ -245,4 +262,5 @@ def _use_tree(model: PreTrainedModel) -> None:
         )
 
     check_layer_types(model)
+    name_positions(model)
     try_out(model, NAME)

@@ -42,6 +42,7 @@ from typing import Any
 
 import torch
 
+from agentevo.models.compute.windows import Chunk, Window
 from agentevo.runtime.files import PARTIAL, cache_root
 
 SOURCES = Path(__file__).parent / "cpu"
@@ -283,6 +284,8 @@ _ARGUMENTS: dict[str, list[Any]] = {
         *[_LONG] * 3,
         _FLOAT,
         _LONG,
+        _LONG,
+        _POINTER,
         _POINTER,
         _LONG,
     ],
@@ -399,7 +402,7 @@ class CpuKernels:
             torch.get_num_threads(),
         )
 
-    def attend(  # noqa: PLR0917 (in the order of the C function)
+    def attend(  # noqa: PLR0913, PLR0917 (in the order of the C function)
         self,
         cache: KernelCache,
         q: torch.Tensor,
@@ -409,16 +412,19 @@ class CpuKernels:
         counts: torch.Tensor,
         prefix: Prefix | None,
         scaling: float,
-        window: int | None,
+        window: Window,
+        sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
         """Computes softmax attention of the new tokens of B sequences, and writes it into `out` [T,
         H, D]. The queries of the sequences are rows `tokens` [B, Q] of q [T, H, D]. Each attends to
-        the keys of its sequence up to its own key, at most `window` of them. The keys of a sequence
+        the keys of its sequence in the window up to its own key. `sinks` [G, H / G], if there are
+        any, are scores of the heads beside those of the keys. The keys of a sequence
         are in slots [B] with lengths [B], after the prefix if there is one. Of the Q rows, the
         first counts [B] are the sequence's last tokens, and the rest is padding. Indices are int64,
         and D is a multiple of WHOLE."""
         assert q.is_contiguous() and out.is_contiguous() and tokens.is_contiguous()
+        assert sinks is None or (sinks.is_contiguous() and sinks.dtype == torch.float32)
 
         batch, queries = tokens.shape
         self._library.attend(
@@ -433,7 +439,9 @@ class CpuKernels:
             queries,
             q.shape[1] // cache.groups,
             scaling,
-            window or 0,
+            window if isinstance(window, int) else 0,
+            window.size if isinstance(window, Chunk) else 0,
+            None if sinks is None else sinks.data_ptr(),
             out.data_ptr(),
             torch.get_num_threads(),
         )
@@ -503,6 +511,6 @@ def _attend_both_ways(
     q = queries[:, None].contiguous()
     out = numbers.new_empty(5, 1, 16)
     length = torch.tensor([5])
-    kernels.attend(cache, q, places[None], slots[:1], length, length, None, 0.25, None, out)
+    kernels.attend(cache, q, places[None], slots[:1], length, length, None, 0.25, None, None, out)
     weights = torch.where(places[:, None] >= places, q[:, 0] @ k[:, 0].t() / 4, -torch.inf)
     return out, (torch.softmax(weights, -1) @ v[:, 0])[:, None]

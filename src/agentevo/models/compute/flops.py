@@ -27,8 +27,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-Window = int | None
-"""The number of tokens that a token sees, itself included; None for all."""
+from agentevo.models.compute.windows import Chunk, Window, first_seen, num_pairs
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def work_of_sequences(
     return ForwardWork(
         sum(lengths),
         predictions,
-        {window: sum(_pairs(length, window) for length in lengths) for window in windows},
+        {window: sum(num_pairs(length, window) for length in lengths) for window in windows},
     )
 
 
@@ -96,17 +95,12 @@ def work_of_depths(
 ) -> ForwardWork:
     """The work of tokens that see themselves and all tokens before them. `depths`, of any shape,
     has the number of tokens before each."""
-    num_visible = depths + 1
-    pairs = {
-        window: int((num_visible if window is None else num_visible.clamp(max=window)).sum())
-        for window in windows
+    windows = list(windows)
+    hidden: dict[Window, torch.Tensor] = {
+        w: first_seen(depths, w).clamp(min=0) for w in windows if w is not None
     }
+    pairs = {window: int((depths + 1 - hidden.get(window, 0)).sum()) for window in windows}
     return ForwardWork(depths.numel(), predictions, pairs)
-
-
-def _pairs(length: int, window: Window) -> int:
-    short = length if window is None else min(length, window)
-    return short * (short + 1) // 2 + (length - short) * short
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
@@ -200,5 +194,8 @@ def _layers(config: Any) -> dict[Window, int]:
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return {window: config.num_hidden_layers}
-    windows = {"full_attention": None, "sliding_attention": window}
+
+    windows: dict[str, Window] = {"full_attention": None, "sliding_attention": window}
+    if "chunked_attention" in kinds:
+        windows["chunked_attention"] = Chunk(config.attention_chunk_size)
     return dict(Counter(windows[kind] for kind in kinds if kind in windows))

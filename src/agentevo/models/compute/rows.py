@@ -2,10 +2,10 @@
 masks and positions.
 
 `use_rows` chooses this way for models that AgentEvo's attention would compute differently from
-transformers (models/compute/trial.py): recurrent layers, convolutions, sparse or chunked attention,
-and models without transformers' attention interface. Rows of different length are padded on the
-right, where no token sees the padding. If padding changes a model's numbers, only rows of equal
-length share a pass.
+transformers (models/compute/trial.py): recurrent layers, convolutions, sparse attention, and models
+without transformers' attention interface. Rows of different length are padded on the right, where
+no token sees the padding. If padding changes a model's numbers, only rows of equal length share a
+pass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from agentevo.models.token_rows import causal_model
 
 PADDED_LAYERS = LAYER_TYPES | {
     "attention",
-    "chunked_attention",
     "conv",
     "hybrid",
     "linear_attention",

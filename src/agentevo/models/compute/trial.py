@@ -24,10 +24,11 @@ from transformers import PreTrainedModel
 
 from agentevo.errors import ModelError
 from agentevo.models.compute.positions import context_length
+from agentevo.models.compute.windows import Window, first_seen
 
-LAYER_TYPES = {"full_attention", "sliding_attention"}
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 """The layer types that attention plans can compute. The others of transformers' `layer_types` are
-recurrences and convolutions, or attention patterns that no plan supports (chunks, indexes)."""
+recurrences and convolutions, or attention patterns that no plan supports (indexes)."""
 EAGER = "eager"
 """The model's own attention, computed by the formula."""
 TEXT_TOKENS = 14
@@ -77,8 +78,9 @@ class _SelfOnlyPlan:
         k: torch.Tensor,
         v: torch.Tensor,
         scaling: float,
-        window: int | None,
+        window: Window,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.sizes.append(KeyValueSize(k.shape[1], k.shape[2], v.shape[2]))
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
@@ -99,8 +101,9 @@ class _PackedTextsPlan:
         k: torch.Tensor,
         v: torch.Tensor,
         scaling: float,
-        window: int | None,
+        window: Window,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.kept.append((k, v))
         sources = list(self.tokens)
@@ -117,7 +120,12 @@ class _PackedTextsPlan:
 
         hidden = [[not query.sees(key, window) for key in sources] for query in self.tokens]
         scores = scores.masked_fill(torch.tensor(hidden, device=q.device), float("-inf"))
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1).to(v.dtype), v)
+        if sinks is not None:
+            beside = sinks.to(scores.dtype)[:, None, None].expand(-1, len(q), 1)
+            scores = torch.cat([scores, beside], dim=-1)
+
+        weights = scores.softmax(-1)[..., : len(sources)]
+        return torch.einsum("hqk,khd->qhd", weights.to(v.dtype), v)
 
 
 class _Token(NamedTuple):
@@ -125,14 +133,17 @@ class _Token(NamedTuple):
     place: int
     id: int
 
-    def sees(self, key: _Token, window: int | None) -> bool:
-        back = self.place - key.place
-        return self.text == key.text and back >= 0 and (window is None or back < window)
+    def sees(self, key: _Token, window: Window) -> bool:
+        first = 0 if window is None else first_seen(self.place, window)
+        return self.text == key.text and first <= key.place <= self.place
 
 
 def check_layer_types(model: PreTrainedModel) -> None:
     """Raises ModelError for kinds of layers that attention plans do not support."""
-    strange = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - LAYER_TYPES
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    strange = kinds - LAYER_TYPES
+    if kinds >= {"sliding_attention", "chunked_attention"}:  # their masks look alike
+        strange = kinds - {"full_attention"}
     if strange:
         raise ModelError(
             f"{_name(model)} has layers of the kind {', '.join(sorted(strange))}, which "

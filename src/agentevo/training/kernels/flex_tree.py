@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from agentevo.models.compute.windows import Window, first_seen
 from agentevo.runtime.devices import compiles
 from agentevo.training.tree import TokenTree, segments
 
@@ -42,7 +43,7 @@ class FlexTree:
         self.ends = np.concatenate([tree.ends, padded + 1])
         self.depth = np.concatenate([tree.positions, np.zeros_like(padded)])
         self.device = device
-        self._masks: dict[int | None, BlockMask] = {}
+        self._masks: dict[Window, BlockMask] = {}
         self.texts = _long_texts(tree)
         """The texts if flash attention can compute all of them, else empty."""
 
@@ -52,11 +53,12 @@ class FlexTree:
         k: torch.Tensor,
         v: torch.Tensor,
         scaling: float,
-        window: int | None,
+        window: Window,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See AttentionPlan.attend: q [N, H, D], k and v [N, G, D] -> [N, H, D]."""
-        if self.texts and window is None and softcap is None:
+        """See AttentionPlan.attend: q [N, H, D], k and v [N, G, D], sinks [H] -> [N, H, D]."""
+        if self.texts and window is None and softcap is None and sinks is None:
             outputs = [_flash(q[text], k[text], v[text], scaling) for text in self.texts]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -78,18 +80,23 @@ class FlexTree:
             block_mask=self._masks[window],
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
+            return_lse=sinks is not None,
         )
+        if sinks is not None:
+            out, lse = out
+            share = torch.sigmoid(lse - sinks[:, None])  # [1, H, N]
+            out = (out * share.unsqueeze(-1)).to(out.dtype)
+
         rows: torch.Tensor = out[0].transpose(0, 1)[: self.num_nodes, :, :dim]
         return rows
 
-    def block_mask(self, window: int | None) -> BlockMask:
-        """The block mask. `window`: the number of tokens that a token sees, itself included."""
+    def block_mask(self, window: Window) -> BlockMask:
         partly_visible, fully_visible = self._blocks(window)
         counts, indices = _order_blocks(partly_visible & ~fully_visible, self.device)
         full_counts, full_indices = _order_blocks(fully_visible, self.device)
-        ends, depth = (
+        ends, depth, firsts = (
             torch.as_tensor(x, dtype=torch.int32, device=self.device)
-            for x in (self.ends, self.depth)
+            for x in (self.ends, self.depth, self._firsts(window))
         )
         block_mask: BlockMask = BlockMask.from_kv_blocks(
             counts,
@@ -97,12 +104,16 @@ class FlexTree:
             full_counts,
             full_indices,
             BLOCK_SIZE=BLOCK,
-            mask_mod=_mask_mod(ends, depth, window),
+            mask_mod=_is_on_path(ends) if window is None else _is_near(ends, depth, firsts),
             seq_lengths=(len(self.ends), len(self.ends)),
         )
         return block_mask
 
-    def _blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+    def _firsts(self, window: Window) -> np.ndarray:
+        """The first depth that each node sees."""
+        return np.zeros_like(self.depth) if window is None else first_seen(self.depth, window)
+
+    def _blocks(self, window: Window) -> tuple[np.ndarray, np.ndarray]:
         """Two masks, [queries / BLOCK, keys / BLOCK] bool: blocks in which some query may see some
         key, and blocks in which all queries see all keys."""
         count = len(self.ends) // BLOCK
@@ -115,8 +126,9 @@ class FlexTree:
         )
         fully_visible = is_later & (ends.min(1)[None, :] >= first_query + BLOCK)
         if window is not None:
-            partly_visible &= depth.min(1)[:, None] - depth.max(1)[None, :] < window
-            fully_visible &= depth.max(1)[:, None] - depth.min(1)[None, :] < window
+            firsts = self._firsts(window).reshape(count, BLOCK)
+            partly_visible &= firsts.min(1)[:, None] <= depth.max(1)[None, :]
+            fully_visible &= firsts.max(1)[:, None] <= depth.min(1)[None, :]
 
         return partly_visible, fully_visible
 
@@ -152,27 +164,29 @@ def _order_blocks(blocks: np.ndarray, device: torch.device) -> tuple[torch.Tenso
     return tensor(blocks.sum(1)), tensor(indices)
 
 
-def _mask_mod(
-    ends: torch.Tensor, depth: torch.Tensor, window: int | None
-) -> Callable[..., torch.Tensor]:
-    """FlexAttention's mask_mod: whether a query sees a key."""
+def _is_on_path(ends: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """FlexAttention's mask_mod: whether a query sees a key without a window."""
 
     def is_on_path(
         batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
         return (key <= query) & (query < ends[key])
 
-    if window is None:
-        return is_on_path
+    return is_on_path
 
-    reach: int = window
 
-    def is_on_path_and_near(
+def _is_near(
+    ends: torch.Tensor, depth: torch.Tensor, firsts: torch.Tensor
+) -> Callable[..., torch.Tensor]:
+    """The same with a window. `firsts`: the first depth that each query sees."""
+    is_on_path = _is_on_path(ends)
+
+    def is_near(
         batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
-        return is_on_path(batch, head, query, key) & (depth[query] - depth[key] < reach)
+        return is_on_path(batch, head, query, key) & (depth[key] >= firsts[query])
 
-    return is_on_path_and_near
+    return is_near
 
 
 @cache

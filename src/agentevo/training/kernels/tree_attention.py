@@ -5,13 +5,15 @@ Nodes are in depth-first order, so those below a node follow it without a gap. A
 of the tree (a segment) is therefore computed in two steps: its own nodes, BLOCK queries at a time,
 and all nodes below it at once, which see all of it. Small subtrees are computed in batches, with a
 mask, because a kernel call costs more than they do. The parts of a node are merged by their
-log-sum-exp (attention_kernels.py). The first step could use a causal kernel, but PyTorch's kernel
-for CPUs also computes the hidden half. On a CUDA device, FlexAttention computes everything
+log-sum-exp (attention_kernels.py), and an attention sink is a part with a value of zeros. Chunks
+cut a segment into shorter ones. The first step could use a causal kernel, but PyTorch's kernel for
+CPUs also computes the hidden half. On a CUDA device, FlexAttention computes everything
 (flex_tree.py).
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 
 from agentevo.models.compute.routers import Routing
+from agentevo.models.compute.windows import Chunk, Window, first_seen, narrow
 from agentevo.runtime.devices import compiles
 from agentevo.training.kernels.attention_kernels import HIDDEN, Flash, Kernel, Math
 from agentevo.training.kernels.flex_tree import FlexTree
@@ -73,7 +76,7 @@ class TreeAttention:
         """Receives the chosen experts (models/compute/routers.py)."""
         self._deepest = int(tree.positions.max())
         self.flex = FlexTree(tree, device) if compiles(device.type) else None
-        self._layouts: dict[int | None, _TreeLayout] = {}
+        self._layouts: dict[Window, _TreeLayout] = {}
         self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def attend(
@@ -82,22 +85,22 @@ class TreeAttention:
         k: torch.Tensor,
         v: torch.Tensor,
         scaling: float,
-        window: int | None,
+        window: Window,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See AttentionPlan.attend: q [N, H, D], k and v [N, G, D] -> [N, H, D], differentiable
-        once."""
-        if window is not None and window > self._deepest:
-            window = None
+        """See AttentionPlan.attend: q [N, H, D], k and v [N, G, D], sinks [H] -> [N, H, D],
+        differentiable once."""
+        window = narrow(window, self._deepest)
         if self.flex is not None:
-            return self.flex.attend(q, k, v, scaling, window, softcap)
+            return self.flex.attend(q, k, v, scaling, window, softcap, sinks)
         if window not in self._layouts:
             self._layouts[window] = lay_out(self.tree, window, self.device)
 
         kernel = (
             Flash(scaling) if softcap is None and q.device.type == "cpu" else Math(scaling, softcap)
         )
-        out: torch.Tensor = _Attention.apply(q, k, v, self, self._layouts[window], kernel)
+        out: torch.Tensor = _Attention.apply(q, k, v, sinks, self, self._layouts[window], kernel)
         return out
 
     def mask(self, visible: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -118,9 +121,8 @@ class TreeAttention:
         )
 
 
-def lay_out(tree: TokenTree, window: int | None, device: torch.device) -> _TreeLayout:
-    """The layout under a window. `window`: the number of tokens that a token sees, itself
-    included."""
+def lay_out(tree: TokenTree, window: Window, device: torch.device) -> _TreeLayout:
+    """The layout under a window."""
     layout = _TreeLayout()
     small: list[tuple[int, int]] = []
     long: list[tuple[int, int]] = []
@@ -134,15 +136,24 @@ def lay_out(tree: TokenTree, window: int | None, device: torch.device) -> _TreeL
             done = segment.end
             continue
 
-        (small if segment.last - segment.first <= BLOCK else long).append(
-            (segment.first, segment.last)
-        )
+        for first, last in _stretches(tree, segment, window):
+            (small if last - first <= BLOCK else long).append((first, last))
         if segment.end > segment.last:
-            layout.below.append(_below(tree, segment, window, device))
+            layout.below += _below(tree, segment, window, device)
 
-    layout.within = _own(long, window, device)
+    layout.within = _own(long, None if isinstance(window, Chunk) else window, device)
     layout.batches = [_batch(tree, group, window, device) for group in _similar(small)]
     return layout
+
+
+def _stretches(tree: TokenTree, segment: TreeSegment, window: Window) -> list[tuple[int, int]]:
+    """The segment's parts that attend only to themselves: one for each chunk, otherwise all."""
+    borders = [segment.first, segment.last]
+    if isinstance(window, Chunk):
+        start = int(tree.positions[segment.first])
+        ahead = range(window.size - start % window.size, segment.last - segment.first, window.size)
+        borders[1:1] = [segment.first + step for step in ahead]
+    return list(itertools.pairwise(borders))
 
 
 def _own(
@@ -172,21 +183,29 @@ def _own(
 
 
 def _below(
-    tree: TokenTree, segment: TreeSegment, window: int | None, device: torch.device
-) -> _AttentionBlock:
-    """The nodes below a segment that see part of the segment, with that part."""
+    tree: TokenTree, segment: TreeSegment, window: Window, device: torch.device
+) -> list[_AttentionBlock]:
+    """The nodes below a segment that see part of the segment, with that part. Empty if none
+    does."""
     if window is None:
-        return _AttentionBlock(
-            slice(segment.last, segment.end), slice(segment.first, segment.last), None
-        )
+        return [
+            _AttentionBlock(
+                slice(segment.last, segment.end), slice(segment.first, segment.last), None
+            )
+        ]
 
     depth = tree.positions
-    keys = slice(max(segment.first, segment.last - window + 1), segment.last)
-    near = segment.last + np.flatnonzero(
-        depth[segment.last : segment.end] - depth[segment.last - 1] < window
-    )
-    visible = torch.as_tensor(depth[near][:, None] - depth[keys][None, :] < window, device=device)
-    return _AttentionBlock(torch.as_tensor(near, device=device), keys, visible[None, None])
+    last_depth = int(depth[segment.last - 1])
+    hidden = first_seen(last_depth + 1, window) - int(depth[segment.first])
+    keys = slice(segment.first + max(0, hidden), segment.last)
+    firsts = first_seen(depth[segment.last : segment.end], window)
+    near = np.flatnonzero(firsts <= last_depth)
+    if not len(near):
+        return []
+
+    visible = torch.as_tensor(depth[keys][None, :] >= firsts[near][:, None], device=device)
+    rows = torch.as_tensor(segment.last + near, device=device)
+    return [_AttentionBlock(rows, keys, visible[None, None])]
 
 
 def _similar(ranges: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -202,7 +221,7 @@ def _similar(ranges: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 def _batch(
-    tree: TokenTree, ranges: list[tuple[int, int]], window: int | None, device: torch.device
+    tree: TokenTree, ranges: list[tuple[int, int]], window: Window, device: torch.device
 ) -> _Batch:
     firsts = np.array([first for first, _ in ranges])[:, None]
     sizes = np.array([end - first for first, end in ranges])[:, None]
@@ -214,7 +233,7 @@ def _batch(
     )
     if window is not None:
         depth = tree.positions[nodes]
-        visible &= depth[:, :, None] - depth[:, None, :] < window
+        visible &= depth[:, None, :] >= first_seen(depth, window)[:, :, None]
 
     visible &= real[:, None, :]
     visible |= (
@@ -233,7 +252,7 @@ def _batch(
 
 
 class _Attention(torch.autograd.Function):
-    """q [N, H, D], k and v [N, G, D] -> [N, H, D]."""
+    """q [N, H, D], k and v [N, G, D], sinks [H] or None -> [N, H, D]."""
 
     @staticmethod
     def forward(
@@ -241,6 +260,7 @@ class _Attention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        sinks: torch.Tensor | None,
         plan: TreeAttention,
         layout: _TreeLayout,
         kernel: Kernel,
@@ -275,14 +295,19 @@ class _Attention(torch.autograd.Function):
             )
             _merge(out, lse, rows, _rows(part_out), _rows(sums))
 
+        # Step 4: the sinks, which only add to the denominator.
+        if sinks is not None:
+            out *= torch.sigmoid(lse - sinks).unsqueeze(-1)
+            lse = torch.logaddexp(lse, sinks.to(lse.dtype))
+
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.how = plan, layout, kernel
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         plan, layout, kernel = ctx.how
         grads = [torch.zeros_like(x) for x in (q, k, v)]
         # Parts need only the output and log-sum-exp over all keys, so they may come in any order.
@@ -310,7 +335,13 @@ class _Attention(torch.autograd.Function):
             for total, part_grad in zip(grads, gradients, strict=True):
                 total[batch.distinct] += part_grad.transpose(1, 2).flatten(0, 1)[batch.real]
 
-        return (*grads, None, None, None)
+        grad_sinks = None
+        if ctx.needs_input_grad[3]:
+            # The sink's value is zeros, so its score's gradient is -p (grad . out).
+            along = (grad * out).sum(-1, dtype=lse.dtype)
+            grad_sinks = -((sinks - lse).exp() * along).sum(0).to(sinks.dtype)
+
+        return (*grads, grad_sinks, None, None, None)
 
 
 def _heads(rows: torch.Tensor) -> torch.Tensor:

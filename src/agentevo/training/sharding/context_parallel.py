@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 
 from agentevo.errors import TrainingError
 from agentevo.models.compute.attention import AttentionPlan
+from agentevo.models.compute.trial import LAYER_TYPES
+from agentevo.models.compute.windows import Window
 from agentevo.training.collectives import (
     Ranks,
     exchange_heads,
@@ -52,7 +54,7 @@ def check_context(model: PreTrainedModel, size: int, tensor: int = 1) -> None:
         )
 
     if hasattr(config, "layer_types") and config.layer_types is not None:
-        unknown = set(config.layer_types) - {"full_attention", "sliding_attention"}
+        unknown = set(config.layer_types) - LAYER_TYPES
         if unknown:
             raise TrainingError(
                 f"trainer.parallel.context is not possible with layers of {sorted(unknown)}, "
@@ -80,10 +82,12 @@ class HeadExchange:
         k: torch.Tensor,
         v: torch.Tensor,
         scaling: float,
-        window: int | None,
+        window: Window,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See AttentionPlan.attend: q [n, H, D], k and v [n, G, D] of the stretch -> [n, H, D]."""
+        """See AttentionPlan.attend: q [n, H, D], k and v [n, G, D] of the stretch, sinks [H] ->
+        [n, H, D]."""
         heads = q.shape[1]
         size = self.ranks.size
         if heads % size:
@@ -98,7 +102,9 @@ class HeadExchange:
             v = v.repeat_interleave(times, 1)
 
         q, k, v = (exchange_heads(x, self.ranks)[: self.num_nodes] for x in (q, k, v))
-        out = self.plan.attend(q, k, v, scaling, window, softcap)
+        if sinks is not None:
+            sinks = sinks.tensor_split(size)[self.ranks.rank]
+        out = self.plan.attend(q, k, v, scaling, window, softcap, sinks)
         padding = -self.num_nodes % size
         return exchange_nodes(F.pad(out, (0, 0, 0, 0, 0, padding)), self.ranks)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 from weakref import WeakSet
 
@@ -24,6 +25,8 @@ from agentevo.training.collectives import Ranks, add_over_group, copy_to_group, 
 from agentevo.training.sharding.layouts import ShardLayout, lay_out
 
 STACKS = ("gate_up_proj", "down_proj")
+CHOICE = ("chosen", "weights")
+"""What a stack's `forward` takes beside the hidden states: see `_Dispatch`."""
 _JOINT: WeakSet[nn.Module] = WeakSet()
 """Stacks whose tokens travel between data-parallel ranks."""
 
@@ -115,6 +118,12 @@ def _check(stack: Any, size: int, key: str) -> None:
         raise TrainingError(
             f"trainer.parallel.{key} is not possible with {type(stack).__name__}, whose experts "
             f"have more than {' and '.join(STACKS)}: set it to 1"
+        )
+
+    if len(signature(type(stack).forward).parameters) != len(("self", "hidden", *CHOICE)):
+        raise TrainingError(
+            f"trainer.parallel.{key} is not possible with {type(stack).__name__}, whose experts "
+            "take no chosen experts: set it to 1"
         )
 
 

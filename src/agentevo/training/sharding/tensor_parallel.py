@@ -3,7 +3,8 @@ every token (arXiv 1909.08053), the vocabulary of both embeddings included.
 
 Which matrices are cut by their outputs and which by their inputs is the architecture's own
 `base_model_tp_plan` in transformers. Every process computes alike the modules that the plan does
-not name (norms, routers). Experts that are stacked in one parameter are cut between experts.
+not name (norms, routers). Experts that are stacked in one parameter are cut between experts, and
+attention sinks between heads.
 
 A model is rejected, before anything is changed, if that would not be exact: adapters, a plan with
 steps that are not known here, heads or widths that the number of processes doesn't divide.
@@ -30,6 +31,8 @@ COLUMN = "colwise"
 ROW = "rowwise"
 HEAD_NORM = "replicated_with_grad_allreduce"
 KEYS = ("k_proj", "v_proj")
+SINKS = "sinks"
+"""The name of attention modules' parameter with a number for each head."""
 
 
 def tensor_parallel(model: PreTrainedModel, ranks: Ranks, *, experts: bool = True) -> None:
@@ -46,6 +49,11 @@ def tensor_parallel(model: PreTrainedModel, ranks: Ranks, *, experts: bool = Tru
             _share_keys(model, name, ranks)
         else:
             _cut_linear(model.get_submodule(parent), own_name, style, ranks)
+
+    for name, sinks in _sinks(model).items():
+        number = len(sinks) // ranks.size
+        cut = ShardLayout(ranks, 0, (number,) * ranks.size)
+        lay_out(model.get_submodule(name.rpartition(".")[0]), SINKS, cut)
 
     for name in {name.rpartition(".")[0] for name, style in parts.items() if style == COLUMN}:
         model.get_submodule(name).register_forward_pre_hook(_CopiedInput(ranks), with_kwargs=True)
@@ -126,12 +134,30 @@ class _OwnTokens:
 def _parts(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """Name of a module -> how the architecture's plan cuts it; without stacked experts."""
     base = model.base_model
-    prefix = f"{model.base_model_prefix}." if base is not model else ""
-    plan = getattr(base.config, "base_model_tp_plan", None) or {}
     for name, module in base.named_modules():
-        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        style = _style(base, name)
         if style and not is_stack(module) and not isinstance(module, nn.Embedding):
-            yield prefix + name, style
+            yield _prefix(model) + name, style
+
+
+def _sinks(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Name -> attention sinks [H] that the architecture's plan cuts between heads."""
+    base = model.base_model
+    return {
+        _prefix(model) + name: parameter
+        for name, parameter in base.named_parameters()
+        if name.endswith(f".{SINKS}") and _style(base, name) == COLUMN
+    }
+
+
+def _style(base: Any, name: str) -> str | None:
+    """How the architecture's plan cuts a module or parameter of the decoder."""
+    plan: dict[str, str] = getattr(base.config, "base_model_tp_plan", None) or {}
+    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+
+
+def _prefix(model: PreTrainedModel) -> str:
+    return f"{model.base_model_prefix}." if model.base_model is not model else ""
 
 
 def _check(model: PreTrainedModel, parts: dict[str, str], ranks: Ranks) -> None:
@@ -139,6 +165,7 @@ def _check(model: PreTrainedModel, parts: dict[str, str], ranks: Ranks) -> None:
     if not any(style == COLUMN for style in parts.values()):
         raise _refusal(f"{kind}: transformers has no plan for it", "use shard or context")
 
+    sinks = _sinks(model)
     for name, style in parts.items():
         module = model.get_submodule(name)
         is_supported = style == HEAD_NORM or (
@@ -147,11 +174,11 @@ def _check(model: PreTrainedModel, parts: dict[str, str], ranks: Ranks) -> None:
         if not is_supported or (style == HEAD_NORM and not hasattr(module, "weight")):
             raise _refusal(f"{kind}, whose {name} needs the unknown rule {style!r}", "use shard")
 
-        parent = model.get_submodule(name.rpartition(".")[0])
-        for parameter_name, _ in parent.named_parameters():
-            owner = f"{name.rpartition('.')[0]}.{parameter_name.rpartition('.')[0]}"
-            if owner not in parts:
-                raise _refusal(f"{kind}, whose {owner} is in no plan", "use shard")
+        parent_name = name.rpartition(".")[0]
+        for parameter_name, _ in model.get_submodule(parent_name).named_parameters():
+            full_name = f"{parent_name}.{parameter_name}"
+            if full_name.rpartition(".")[0] not in parts and full_name not in sinks:
+                raise _refusal(f"{kind}, whose {full_name} is in no plan", "use shard")
 
     config: Any = model.config.get_text_config()
     if config.num_attention_heads % ranks.size:
@@ -160,6 +187,10 @@ def _check(model: PreTrainedModel, parts: dict[str, str], ranks: Ranks) -> None:
     keys = _num_keys(model)
     if keys % ranks.size and ranks.size % keys:
         raise _refusal(f"{keys} key heads", "choose a divisor or a multiple of them")
+
+    key_layers: list[Any] = [model.get_submodule(n) for n in parts if n.endswith(f".{KEYS[0]}")]
+    if keys % ranks.size and len({layer.out_features for layer in key_layers}) > 1:
+        raise _refusal("layers of different numbers of key heads", f"choose a divisor of {keys}")
 
     for name, style in parts.items():
         linear: Any = model.get_submodule(name)

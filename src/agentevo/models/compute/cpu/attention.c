@@ -66,7 +66,9 @@ typedef struct {
   const int64_t *tokens; /* [B, queries]: the places of a sequence's new tokens in the row of T */
   const int64_t *slots, *lengths, *counts; /* [B]; keys in the slot; how many of `tokens` are real */
   const prefix *shared; /* what all sequences begin with, before their slots; or NULL */
-  long batch, queries, repeat, window; /* window 0: all keys before */
+  long batch, queries, repeat;
+  long window, chunk; /* a query sees so many keys, or those of its chunk of positions; 0: all */
+  const float *sinks; /* [G, repeat]: scores beside those of the keys; or NULL */
   float scaling;
 } attend_job;
 
@@ -141,6 +143,7 @@ INLINE void attend_to(const int n, const attend_job *job, long sequence, long gr
     places[i] = ((token * of->groups + group) * job->repeat + (first + i) % job->repeat) * dim;
     ends[i] = border + job->lengths[sequence] - job->counts[sequence] + query + 1;
     begins[i] = job->window && ends[i] > job->window ? ends[i] - job->window : 0;
+    if (job->chunk) begins[i] = (ends[i] - 1) / job->chunk * job->chunk;
     lo = i == 0 || begins[i] < lo ? begins[i] : lo;
     hi = ends[i] > hi ? ends[i] : hi;
   }
@@ -160,7 +163,8 @@ INLINE void attend_to(const int n, const attend_job *job, long sequence, long gr
     float *row = scores + i * width;
     for (long p = low; p < begins[i]; p++) row[p] = -INFINITY;
     for (long p = ends[i]; p < high; p++) row[p] = -INFINITY;
-    softmax(row + low, high - low);
+    const float *sink = job->sinks ? job->sinks + group * job->repeat + (first + i) % job->repeat : NULL;
+    softmax(row + low, high - low, sink);
   }
   values_of values = {shared ? shared->values + group * border * dim : NULL,
                       of->values + head * of->places * dim, border};
@@ -201,8 +205,9 @@ static void attend_part(void *given) {
  * D is a multiple of 16. */
 void attend(const cache *of, const float *q, const int64_t *tokens, const int64_t *slots,
             const int64_t *lengths, const int64_t *counts, const prefix *shared, long batch,
-            long queries, long repeat, float scaling, long window, float *out, long threads) {
+            long queries, long repeat, float scaling, long window, long chunk, const float *sinks,
+            float *out, long threads) {
   attend_job job = {of,     q,     out,     tokens, slots,  lengths, counts,
-                    shared, batch, queries, repeat, window, scaling};
+                    shared, batch, queries, repeat, window, chunk,   sinks, scaling};
   in_parallel(attend_part, &job, threads, batch * of->groups * of->dim * queries * repeat * 32);
 }

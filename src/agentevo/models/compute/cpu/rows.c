@@ -53,12 +53,13 @@ void gate(const float *x, const float *times, long numbers, float *out, long thr
   in_parallel(gate_part, &job, threads, numbers);
 }
 
-void softmax(float *scores, long length) {
+void softmax(float *scores, long length, const float *sink) {
   long whole = length / WIDTH * WIDTH;
   float tail[WIDTH];
   for (long i = 0; i < WIDTH; i++) tail[i] = whole + i < length ? scores[whole + i] : -INFINITY;
   vec largest = load(tail);
   for (long i = 0; i < whole; i += WIDTH) largest = max_(largest, load(scores + i));
+  if (sink) largest = max_(largest, all(*sink));
   vec top = all(largest_of(largest)), sum = all(0.0f);
   for (long i = 0; i < whole; i += WIDTH) {
     vec e = exponential(sub(load(scores + i), top));
@@ -67,6 +68,7 @@ void softmax(float *scores, long length) {
   }
   vec last = exponential(sub(load(tail), top));
   vec total = all(sum_of(add(sum, last)));
+  if (sink) total = add(total, exponential(sub(all(*sink), top)));
   for (long i = 0; i < whole; i += WIDTH) store(scores + i, divide(load(scores + i), total));
   store(tail, divide(last, total));
   memcpy(scores + whole, tail, (size_t)(length - whole) * sizeof(float));
@@ -76,7 +78,7 @@ static void softmax_part(void *given) {
   const rows_job *job = given;
   long first, end;
   my_part(job->rows, &first, &end);
-  for (long row = first; row < end; row++) softmax(job->out + row * job->width, job->width);
+  for (long row = first; row < end; row++) softmax(job->out + row * job->width, job->width, NULL);
 }
 
 /* Softmax of each row of scores [rows, width], in place. Every row has a number above -inf. */
