@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -42,14 +44,16 @@ def _find_different(policy: Mapping[str, int], teacher: Mapping[str, int]) -> li
 
 
 def _vocabulary_of(where: str, name: str, section: RemoteModelSection) -> dict[str, int]:
-    """Token -> id."""
+    """Token -> id. A tokenizer's folder need not hold a model."""
     source = section.tokenizer or section.model
     remedy = (
         f"give remote_models.{name}.tokenizer, a folder on this machine with the teacher's "
         "tokenizer, or the name of its model"
     )
     try:
-        folder = saved_folder(source)
+        folder: Path | None = Path(source).expanduser()
+        if section.tokenizer is None or not os.path.isdir(folder):
+            folder = saved_folder(source)
     except (ModelError, UnknownNameError) as error:
         raise ConfigError(f"{where} can't be compared with the policy's: {error}: {remedy}") from (
             error
