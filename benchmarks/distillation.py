@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/distillation.py --seeds 0 1 2
 
 The teacher is a tiny Llama that read demonstrations of the environment's solver. The student is a
-Qwen3 of another shape with the teacher's tokenizer, which read demonstrations of random actions: it
-knows the form of an answer and nothing else. Three runs start from the same student, with the same tasks and number of
-attempts: GRPO on the reward, the teacher alone, and both. The success is that of greedy attempts at
-held-out tasks, every 10 steps.
+Qwen3 of another shape with the teacher's tokenizer, which read demonstrations whose actions are
+mostly random. Three runs start from the same student, with the same
+tasks and number of attempts: GRPO on the reward, the teacher alone, and both. The success is that
+of greedy attempts at held-out tasks, every 10 steps.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ COMMON: dict[str, Any] = {
 WAYS: dict[str, dict[str, Any]] = {
     "GRPO": {},
     "teacher": {"teachers": {"default": "teacher"}, "clip": 10.0},
+    "centered": {"teachers": {"default": "teacher"}, "clip": 10.0, "center": True},
     "both": {"teachers": {"default": "teacher"}, "clip": 10.0, "reward_weight": 1.0},
 }
 """Name of a run -> its section `distillation`."""
@@ -79,10 +80,10 @@ def train_student(
     tree = COMMON | {
         "model": {"name": str(student), "device": "cpu"},
         "cold_start": {
-            "episodes": 1024,
+            "episodes": 2048,
             "batch_episodes": 16,
             "learning_rate": 2e-3,
-            "random_action_rate": 1.0,
+            "random_action_rate": 0.7,
         },
         "trainer": {
             "steps": steps,

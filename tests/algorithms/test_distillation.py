@@ -67,6 +67,17 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl():
     torch.testing.assert_close(gradient, expected)
 
 
+def test_centred_advantages_have_the_mean_0():
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    teacher = -torch.arange(6.0).view(2, 3)
+    advantages, metrics = teacher_advantage(teacher, torch.zeros(2, 3), mask, clip=4.5, center=True)
+    limited = [0.0, -1.0, -3.0, -4.0, -4.5]
+    expected = [value - sum(limited) / 5 for value in limited]
+    assert advantages[mask].tolist() == pytest.approx(expected)
+    assert float(advantages[0, 2]) == 0.0
+    assert metrics["distillation/reverse_kl"] == pytest.approx(13 / 5)
+
+
 def test_a_log_prob_that_is_not_finite_is_refused():
     ones = torch.ones(1, 2, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"at \[0, 1\] are -inf and 0.0"):

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 
 def teacher_advantage(
-    teacher_logp: Tensor, logp: Tensor, mask: Tensor, *, clip: float | None = None
+    teacher_logp: Tensor,
+    logp: Tensor,
+    mask: Tensor,
+    *,
+    clip: float | None = None,
+    center: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
     """A = log q(y) - log p(y), limited to +-clip, and its metrics.
 
@@ -35,6 +40,9 @@ def teacher_advantage(
         )
 
     limited = gap if clip is None else gap.clamp(-clip, clip)
+    if center:
+        limited = torch.where(mask, limited - limited[mask].mean(), 0.0)
+
     trained = gap[mask]
     metrics = {
         "distillation/reverse_kl": float(-trained.mean()),

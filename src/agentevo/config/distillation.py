@@ -34,6 +34,9 @@ class DistillationSection(Section):
     """Largest absolute value of a token's log-ratio, in nats. A token that the teacher rules out
     otherwise outweighs all others. null does not clip."""
 
+    center: bool = False
+    """Subtract the mean over the step's trained tokens from the teacher's advantages."""
+
     @property
     def enabled(self) -> bool:
         """Whether there is a teacher."""

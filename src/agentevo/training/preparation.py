@@ -242,7 +242,7 @@ class Preparation:
         logp = tables["logp"] if self.recomputed else _rollout_logprobs(rows)
         try:
             advantages, metrics = teacher_advantage(
-                teacher_table(rows), logp, _mask(rows), clip=section.clip
+                teacher_table(rows), logp, _mask(rows), clip=section.clip, center=section.center
             )
         except ValueError as error:
             raise TrainingError(f"distillation: {error}") from error

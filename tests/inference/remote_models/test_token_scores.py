@@ -42,7 +42,7 @@ def test_an_engine_scores_as_transformers_does(tmp_path):
     expected = [float(logits.log_softmax(-1)[place, CONTEXT_AND[place + 1]]) for place in (2, 3)]
     assert found == pytest.approx(expected, abs=1e-4)
 
-    with pytest.raises(RemoteModelError, match="too long|tokens"):
+    with pytest.raises(RemoteModelError, match=r"too long|tokens"):
         scores(model, CONTEXT * 2000)
     with pytest.raises(BadRequestError, match="at least one token each"):
         scores(model, CONTEXT, [])
