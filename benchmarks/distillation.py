@@ -87,9 +87,9 @@ def train_student(
         },
         "trainer": {
             "steps": steps,
-            "groups_per_step": 8,
+            "groups_per_step": 16,
             "group_size": 8,
-            "learning_rate": 1e-3,
+            "learning_rate": 2e-4,
         },
         "evaluation": {"tasks": 128, "samples": 0, "every": 10},
         "remote_models": {"teacher": {"api": "engine", "model": str(teacher.checkpoint)}},

@@ -51,9 +51,9 @@ def _vocabulary_of(where: str, name: str, section: RemoteModelSection) -> dict[s
         "tokenizer, or the name of its model"
     )
     try:
-        folder: Path | None = Path(source).expanduser()
-        if section.tokenizer is None or not os.path.isdir(folder):
-            folder = saved_folder(source)
+        own_folder = Path(source).expanduser()
+        is_folder = section.tokenizer is not None and os.path.isdir(own_folder)
+        folder = own_folder if is_folder else saved_folder(source)
     except (ModelError, UnknownNameError) as error:
         raise ConfigError(f"{where} can't be compared with the policy's: {error}: {remedy}") from (
             error
