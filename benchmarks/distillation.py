@@ -31,11 +31,11 @@ COMMON: dict[str, Any] = {
     "tracking": {"report": False, "tensorboard": False},
     "checkpoint": {"every": 0},
 }
+TEACHER = {"teachers": {"default": "teacher"}, "clip": 2.0, "center": True}
 WAYS: dict[str, dict[str, Any]] = {
     "GRPO": {},
-    "teacher": {"teachers": {"default": "teacher"}, "clip": 10.0},
-    "centered": {"teachers": {"default": "teacher"}, "clip": 10.0, "center": True},
-    "both": {"teachers": {"default": "teacher"}, "clip": 10.0, "reward_weight": 1.0},
+    "teacher": TEACHER,
+    "both": TEACHER | {"reward_weight": 1.0},
 }
 """Name of a run -> its section `distillation`."""
 
@@ -102,7 +102,7 @@ def train_student(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     arguments = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as name:
