@@ -40,6 +40,7 @@ from examples import examples
 Make = Callable[..., Trajectory]
 
 float32 = st.floats(width=32, allow_nan=False)
+finite32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 int32 = st.integers(-(2**31), 2**31 - 1)
 messages = st.lists(
@@ -84,6 +85,9 @@ def turn_lists(draw: st.DrawFn) -> list[Turn]:
                 completion_ids=[token for token, _, _ in tokens],
                 logprobs=[logprob for _, logprob, _ in tokens],
                 versions=[version for _, _, version in tokens],
+                teacher_logprobs=draw(
+                    st.none() | st.lists(finite32, min_size=len(tokens), max_size=len(tokens))
+                ),
                 finish_reason=draw(st.sampled_from(["stop", "length"])),
                 temperature=draw(finite),
                 seed=draw(st.integers(-(2**70), 2**70)),

@@ -11,6 +11,7 @@ from agentevo.algorithms.estimators import ADVANTAGES
 from agentevo.algorithms.presets import POLICY_PRESETS, PREFERENCE_PRESETS
 from agentevo.config.algorithm import algorithm_contradictions
 from agentevo.config.collect import collect_contradictions
+from agentevo.config.distillation import distillation_contradictions
 from agentevo.config.memory import memory_contradictions
 from agentevo.config.named_agents import named_agent_contradictions
 from agentevo.config.parallel import parallel_contradictions
@@ -37,6 +38,7 @@ def recipe_contradictions(config: RunConfig) -> Iterator[str]:
     yield from memory_contradictions(config)
     yield from rollout_contradictions(config)
     yield from _of_the_advantage(config)
+    yield from distillation_contradictions(config)
     yield from routing_contradictions(config)
     yield from parallel_contradictions(config)
     yield from named_agent_contradictions(config)
@@ -91,7 +93,7 @@ def _of_the_training(config: RunConfig) -> Iterator[str]:
         )
 
     if trainer.steps > 0 and trainer.group_size == 1 and not config.data.given:
-        if config.algorithm.within_group:
+        if config.algorithm.within_group and not config.distillation.is_alone:
             yield (
                 f"algorithm.name={config.algorithm.name} compares the members of a group, but "
                 "trainer.group_size is 1: set it to 2 or more"

@@ -34,6 +34,7 @@ from agentevo.config.agents import (
 )
 from agentevo.config.algorithm import AlgorithmSection, with_importance
 from agentevo.config.contradictions import divides_by_mean_reward, recipe_contradictions
+from agentevo.config.distillation import DistillationSection
 from agentevo.config.field_words import describe_wrong_choice
 from agentevo.config.gateway import GatewaySection
 from agentevo.config.imports import OF_YOUR_OWN, check_recipe_of_run, import_all
@@ -119,6 +120,7 @@ class RunConfig(Section):
     critic: CriticSection = CriticSection()
     process_reward: ProcessRewardSection = ProcessRewardSection()
     reward_model: RewardModelSection = RewardModelSection()
+    distillation: DistillationSection = DistillationSection()
     data: DataSection = DataSection()
     sft: SFTSection = SFTSection()
     rm: RMSection = RMSection()
@@ -163,6 +165,12 @@ class RunConfig(Section):
         per_turn = getattr(self.agent, "actions_per_turn", 1)
         by_agent = self.agent.max_turns * per_turn
         return by_agent if self.environment is None else min(self.environment.max_actions, by_agent)
+
+    @property
+    def credit_rule(self) -> str:
+        """What determines the value of each turn, in words for logs and records."""
+        rules = (self.algorithm.credit_rule, self.distillation.rule)
+        return "; ".join(filter(None, rules[self.distillation.is_alone :]))
 
     @property
     def environment_agent(self) -> EnvironmentAgentSection:

@@ -86,6 +86,9 @@ class RemoteModelSection(Section):
     model: str = Field(min_length=1)
     """The server's name of the model. With `api: engine`, as in model.name: a folder, a run (its
     best checkpoint), or a known model; decoding is greedy if `temperature` is null."""
+    tokenizer: str | None = None
+    """Of a teacher (distillation.teachers): its tokenizer, a folder or the name of a model.
+    Default: `model`."""
     device: DeviceName = "auto"
     """With `api: engine`: the device, as in model.device."""
     dtype: Literal["float32", "bfloat16"] = "float32"

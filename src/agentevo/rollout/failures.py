@@ -1,9 +1,9 @@
 """Reports failed attempts: at once the first failure of each kind, with its traceback, and later
 the number of failures of each kind.
 
-The kind of a failure is the exception's class, `timeout`, `no_reward`, or, for a scorer's failure,
-the scorer's kind after `scorer_`. The kind is read from the error in the store, so attempts of
-other processes and of earlier starts of the run count too.
+The kind of a failure is the exception's class, `timeout`, `no_reward`, `teacher`, or, for a
+scorer's failure, the scorer's kind after `scorer_`. The kind is read from the error in the store,
+so attempts of other processes and of earlier starts of the run count too.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ MAX_LENGTH = 400
 MAX_KINDS = 20
 """The maximum number of kinds that are counted separately. All further kinds count as `other`."""
 TIMEOUT_PREFIX = "the episode took longer than"
+TEACHER_PREFIX = "the teacher"
+"""The beginning of the error of an attempt whose teacher failed."""
 NO_REWARD = (
     "the agent returned no reward, and no scorer decides: return a number, or set the recipe's "
     "rewards=[NAME] or the task's scorer"
@@ -38,6 +40,8 @@ def failure_kind(error: str | None) -> str:
         return "timeout"
     if text == NO_REWARD:
         return "no_reward"
+    if text.startswith(TEACHER_PREFIX):
+        return "teacher"
     if scorer := _SCORER.match(text):
         return f"scorer_{failure_kind(text[scorer.end() :])}"
 

@@ -39,8 +39,9 @@ from agentevo.rewards.baselines import BaselineScorers
 from agentevo.rollout.failures import FirstFailures
 from agentevo.rollout.group import GroupAttempt, InfrastructureFailure, RolloutGroup, write_group
 from agentevo.rollout.policy_scores import BASELINES, PolicyScores
-from agentevo.rollout.scoring import Scoring
+from agentevo.rollout.scoring import Scoring, step_of
 from agentevo.rollout.self_play import role_of
+from agentevo.rollout.teachers import Teachers
 from agentevo.runtime.event_loop import gather_all
 from agentevo.runtime.progress import bar
 from agentevo.runtime.retry import with_retries
@@ -140,6 +141,7 @@ class Sampler:
         self._gateway: PolicyGateway = gateway or self._own_gateway
         self.remote_models = RemoteModels(config.remote_models, config.run_dir / REMOTE_MODELS)
         self._scoring = Scoring(config.rewards, show=self.failures.show, models=self.remote_models)
+        self._teachers = Teachers(config.distillation, self.remote_models, self.failures.show)
         self._baselines = BaselineScorers(config.run_dir / BASELINES)
         self._get_tasks = get_tasks
         self._preparing: asyncio.Task[None] | None = None
@@ -303,7 +305,8 @@ class Sampler:
         engines: Mapping[str, Engine],
     ) -> list[Trajectory]:
         """See Scoring.score. An agent that is not trained gets no score: it keeps its own reward,
-        or 0. A proposer gets its reward later (self_play.py)."""
+        or 0. A proposer gets its reward later (self_play.py). With distillation, a teacher then
+        scores the tokens of the attempts that are trained on."""
         agent = trajectories[0].agent
         is_proposer = self._has_roles and agent == PROPOSER
         if is_proposer or (self._players and agent not in self._trained):
@@ -315,7 +318,15 @@ class Sampler:
         if self._scoring.prepares:
             await self._wait_for_rewards(policy)
 
-        return await self._scoring.score(trajectories, unrewarded, calls, task=task, policy=policy)
+        scored = await self._scoring.score(
+            trajectories, unrewarded, calls, task=task, policy=policy
+        )
+        group_id = trajectories[0].group_id
+        is_baseline = group_id.startswith(f"{task.id}/{BASELINE}@")
+        if not self._config.distillation.enabled or is_baseline or step_of(group_id) is None:
+            return scored
+
+        return await self._teachers.score(scored, calls, task)
 
     async def _wait_for_rewards(self, policy: PolicyScores) -> None:
         """Waits until the rewards have their inputs from the run's initial policy. The first group

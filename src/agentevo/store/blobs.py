@@ -1,7 +1,7 @@
 """A trajectory's turns as one compressed blob.
 
     blob     = 0x01, msgpack([zlib(msgpack([heads, *columns])), noise, *more])
-    more     = remote, files, texts, routed: up to the last of them that there is
+    more     = remote, files, texts, routed, teacher: up to the last of them that there is
     heads    = for each turn [parent, prompt tokens, completion tokens, finish_reason, temperature,
                seed, reward, messages as JSON], and overrides, tools, constraint and
                penalties where it has any
@@ -17,7 +17,10 @@
                routed
     routed   = zlib(msgpack([shapes, bytes])), where routers were recorded: for each turn [layers,
                top_k, experts, tokens] or nothing, and the numbers of experts of all turns, layer by
-               layer, the low bytes of two before the high ones, by Huffman codes alone
+               layer, the low bytes of two before the high ones, by Huffman codes alone; empty
+               before teacher
+    teacher  = zlib(msgpack([scored, planes])), where a teacher gave log-probs: for each turn
+               whether it did, and the float32 of the scored turns' completions as byte planes
 
 A trajectory has one blob, not one for each turn and column. So it is one row, and runs of values
 continue from turn to turn. The planes are compressed by zlib at level 1. On 4,096 tokens of prose
@@ -94,8 +97,8 @@ def pack_turns(
     texts: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
     """Turns in the codec's form: a mapping of Turn's fields with packed columns, `seed` in decimal,
-    `messages` as JSON text, and `routed_experts` if they were recorded. `remote`: turns of remote
-    models as JSON text. `files`: contents by path. `texts`: digests by name."""
+    `messages` as JSON text, and `routed_experts` and `teacher_logprobs` if there are any. `remote`:
+    turns of remote models as JSON text. `files`: contents by path. `texts`: digests by name."""
     heads = [
         [
             turn["parent"],
@@ -120,6 +123,7 @@ def pack_turns(
         )
     ]
     extra_parts.append(_pack_routed([turn.get("routed_experts") for turn in turns]))
+    extra_parts.append(_pack_teacher([turn.get("teacher_logprobs") for turn in turns]))
     while extra_parts and not extra_parts[-1]:
         extra_parts.pop()
 
@@ -141,11 +145,9 @@ def unpack_turns(blob: bytes) -> list[Turn]:
         heads, prompt_ids, completion_ids, logprobs, versions = _DECODER.decode(
             _unpack(packed, MAX_PART_BYTES)
         )
-        routed = (
-            _unpack_routed(extra_parts[3], len(heads))
-            if len(extra_parts) > 3
-            else [None] * len(heads)
-        )
+        routed_part, teacher_part = [*extra_parts[3:], b"", b""][:2]
+        routed = _unpack_routed(routed_part, len(heads)) if routed_part else [None] * len(heads)
+        teacher = _unpack_teacher(teacher_part, [head[2] for head in heads])
     except _DECODE_ERRORS as error:
         raise _unreadable(error) from error
 
@@ -187,6 +189,7 @@ def unpack_turns(blob: bytes) -> list[Turn]:
             constraint=msgspec.convert(constraint, Constraint | None),
             penalties=msgspec.convert(penalties, Penalties | None),
             routed_experts=routed[index],
+            teacher_logprobs=teacher[index],
         )
         turns.append(turn)
         prompt = prompt + num_prompt
@@ -259,6 +262,36 @@ def _unpack_routed(part: bytes, num_turns: int) -> list[RoutedExperts | None]:
         raise ValueError(f"it has routed experts of {len(routed)} turns, but {num_turns} turns")
 
     return routed
+
+
+def _pack_teacher(turns: Sequence[bytes | None]) -> bytes:
+    """The teacher's log-probs as bytes. Empty if no turn has any."""
+    scored = [column is not None for column in turns]
+    if not any(scored):
+        return b""
+
+    planes = _planes(b"".join(column for column in turns if column is not None))
+    return zlib.compress(_MSGPACK.encode([scored, planes]), _LEVEL)
+
+
+def _unpack_teacher(part: bytes, sizes: Sequence[int]) -> list[array[Any] | None]:
+    """The teacher's log-probs of each turn. `sizes`: the number of completion tokens of each.
+    Raises the errors in _DECODE_ERRORS."""
+    if not part:
+        return [None] * len(sizes)
+
+    scored, planes = _DECODER.decode(_unpack(part, MAX_PART_BYTES))
+    numbers = from_bytes("f", _from_planes(planes))
+    columns: list[array[Any] | None] = []
+    start = 0
+    for is_scored, size in zip(scored, sizes, strict=True):
+        columns.append(numbers[start : start + size] if is_scored else None)
+        start += size if is_scored else 0
+
+    if start != len(numbers):
+        raise ValueError(f"it has {len(numbers)} log-probs of a teacher for {start} tokens")
+
+    return columns
 
 
 def _parts(blob: bytes) -> list[bytes]:

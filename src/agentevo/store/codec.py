@@ -382,6 +382,8 @@ def _encode_turn(turn: Turn, position: int) -> dict[str, object]:
 
     if turn.routed_experts is not None and (problem := why_misaligned(turn)):
         raise ValueError(problem)
+    if turn.teacher_logprobs is not None:
+        _check_teacher(turn)
     if turn.finish_reason not in _FINISH_REASONS:
         raise ValueError(f"turn {turn.index} has the unknown finish_reason {turn.finish_reason!r}")
 
@@ -412,7 +414,22 @@ def _encode_turn(turn: Turn, position: int) -> dict[str, object]:
         ),
         **({} if turn.penalties is None else {"penalties": msgspec.to_builtins(turn.penalties)}),
         **({} if turn.routed_experts is None else {"routed_experts": turn.routed_experts}),
+        **(
+            {}
+            if turn.teacher_logprobs is None
+            else {"teacher_logprobs": to_bytes(turn.teacher_logprobs)}
+        ),
     }
+
+
+def _check_teacher(turn: Turn) -> None:
+    """Raises ValueError unless a teacher scored each token of the completion with a number."""
+    scores = turn.teacher_logprobs or ()
+    if len(scores) != len(turn.completion_ids) or not all(map(math.isfinite, scores)):
+        raise ValueError(
+            f"turn {turn.index} has {len(scores)} teacher_logprobs for {len(turn.completion_ids)} "
+            "completion_ids: there must be a finite number for each"
+        )
 
 
 @readable("trajectory")

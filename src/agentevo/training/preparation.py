@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from agentevo.algorithms.distillation import teacher_advantage
 from agentevo.algorithms.divergence import bind_kl
 from agentevo.algorithms.estimators import bind_advantage
 from agentevo.algorithms.value import explained_variance
 from agentevo.config import AlgorithmSection
+from agentevo.config.distillation import DistillationSection
 from agentevo.config.routing import recomputes
 from agentevo.errors import TrainingError
 from agentevo.models.compute.routers import KEY
@@ -31,6 +33,7 @@ from agentevo.training.batching.samples import (
     SampleRow,
     Tables,
     advantages_of,
+    teacher_table,
     trajectory_rows,
     with_observed_logprobs,
 )
@@ -67,6 +70,7 @@ class Preparation:
         grammars: Grammars | None = None,
         replay: RoutingReplay,
         packed: PackedStep | None = None,
+        distillation: DistillationSection | None = None,
     ) -> None:
         """`packed`: the update's, which packs nothing again that this preparation has packed.
         Raises TrainingError for a replay that no pass of this preparation would record."""
@@ -76,6 +80,7 @@ class Preparation:
         self.max_tokens = max_tokens
         self.merge = merge
         self.packed = packed
+        self.distillation = distillation or DistillationSection()
         algorithm = section.resolve()
         self.advantage = bind_advantage(
             algorithm.advantage, algorithm.advantage_hyper, function=bound_advantage(section)
@@ -125,6 +130,7 @@ class Preparation:
             rows = with_observed_logprobs(rows, tables["logp"])
 
         bonus, bonus_metrics = self._bonus(rows, roles, tables, kl_coef)
+        teacher, teacher_metrics = self._distil(rows, tables)
         samples = advantages_of(
             rows,
             self.advantage.monte_carlo() if monte_carlo else self.advantage,
@@ -133,7 +139,10 @@ class Preparation:
             baselines=baselines,
             weights=self.section.reward_weights,
             turn_credits=turn_credits,
+            teacher=teacher,
+            reward_weight=self.distillation.reward_weight,
         )
+        metrics |= teacher_metrics
         if self.recomputed:
             metrics |= _mismatch(_rollout_logprobs(rows), tables["logp"], _mask(rows))
         if roles.critic is not None:
@@ -221,6 +230,24 @@ class Preparation:
             bonus = -kl_coef * distance if bonus is None else bonus - kl_coef * distance
 
         return bonus, metrics
+
+    def _distil(
+        self, rows: Sequence[SampleRow], tables: Tables
+    ) -> tuple[torch.Tensor | None, dict[str, float]]:
+        """[S, T]: the weighted advantages by the teacher, None without one; and their metrics."""
+        section = self.distillation
+        if not section.enabled:
+            return None, {}
+
+        logp = tables["logp"] if self.recomputed else _rollout_logprobs(rows)
+        try:
+            advantages, metrics = teacher_advantage(
+                teacher_table(rows), logp, _mask(rows), clip=section.clip, center=section.center
+            )
+        except ValueError as error:
+            raise TrainingError(f"distillation: {error}") from error
+
+        return section.weight * advantages, metrics
 
 
 def _foreseen(samples: Sequence[Sample]) -> float:

@@ -24,6 +24,7 @@ from agentevo.config import (
     ProcessRewardSection,
     TrainerSection,
 )
+from agentevo.config.distillation import DistillationSection
 from agentevo.models.compute.rows import shares_prefixes
 from agentevo.models.grammar import Grammars
 from agentevo.runtime.progress import ProgressBar, bar
@@ -70,10 +71,11 @@ class Trainer:
         reward_model: TokenRewardModel | None = None,
         memory: MemorySection | None = None,
         grammars: Grammars | None = None,
+        distillation: DistillationSection | None = None,
     ) -> None:
         """`grammars`: the grammars over the policy's tokens, for turns that were sampled under a
-        grammar. Raises TrainingError for a policy that does not support
-        `trainer.routing_replay`."""
+        grammar. `distillation`: how the teacher's log-probs become advantages. Raises
+        TrainingError for a policy that does not support `trainer.routing_replay`."""
         self.section = trainer
         self.algorithm = algorithm
         self.critic_section = critic or CriticSection()
@@ -89,6 +91,7 @@ class Trainer:
             grammars=grammars,
             replay=self.replay,
             packed=self.packed,
+            distillation=distillation,
         )
         self.memory = memory or MemorySection()
         self.optimization = Optimization(

@@ -233,6 +233,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     routed_experts: RoutedExperts | None = None
     """The experts that the routers of a mixture chose, if the engine recorded them: see the module
     of the type."""
+    teacher_logprobs: Sequence[float] | None = None
+    """The natural log-prob of each completion token by a teacher, at temperature 1. None if no
+    teacher has scored the turn. Kept as an array of float32."""
     reward: float = 0.0
     """The environment's reward for this turn, penalties included."""
     messages: list[Message] = []
@@ -256,6 +259,11 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
             if not isinstance(values, array):
                 column = column_of(f"{name} of turn {self.index}", code, values)
                 msgspec.structs.force_setattr(self, name, column)
+
+        scores = self.teacher_logprobs
+        if scores is not None and not isinstance(scores, array):
+            column = column_of(f"teacher_logprobs of turn {self.index}", "f", scores)
+            msgspec.structs.force_setattr(self, "teacher_logprobs", column)
 
 
 def context_of(turns: Sequence[Turn], index: int) -> list[int]:

@@ -23,6 +23,7 @@ def copy_of_turn(turn: Turn) -> Turn:
     return msgspec.structs.replace(
         turn,
         messages=list(turn.messages),
+        teacher_logprobs=None if turn.teacher_logprobs is None else turn.teacher_logprobs[:],
         **{column: getattr(turn, column)[:] for column in TURN_COLUMNS},
     )
 

@@ -84,6 +84,7 @@ def test_an_advantage_without_groups_gets_a_full_batch_all_the_same():
     assert [t.id for t in kept] == ["b0", "b1"]
     assert set(dropped.values()) == {"zero-variance"}
     assert select(attempts, AlgorithmSection(name="arpo"))[1] == {}
+    assert select(attempts, AlgorithmSection(), needs_others=False)[1] == {}
 
 
 def test_what_was_decided_before_stays_decided():

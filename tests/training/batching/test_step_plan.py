@@ -85,6 +85,7 @@ OTHER_TURN: dict[str, Any] = {
     "constraint": Constraint(grammar="start: /a/", end_ids=(7,), masks="0"),
     "penalties": Penalties(presence=0.5),
     "routed_experts": RoutedExperts(layers=1, top_k=1, num_experts=2, data=bytes(5)),
+    "teacher_logprobs": [-0.5, -2.0],
     "tools": "[]",
     "reward": 0.0,
     "messages": [Message(role="user", content="hello")],

@@ -478,6 +478,7 @@ def check_loop(config: RunConfig, *, resume: bool) -> None:
         (config.data.given, "data", "the program submits the training data"),
         (config.cold_start.episodes > 0, "cold_start", "there is no environment to demonstrate"),
         (config.evaluation.stop_after > 0, "evaluation.stop_after", "the program evaluates"),
+        (config.distillation.enabled, "distillation", "no teacher scores submitted attempts"),
         (config.profile.enabled, "profile", "the program's own time is not part of a step"),
     ):
         if is_set:

@@ -1,10 +1,11 @@
 """A local model in place of a server: a judge or a teacher on the same kind of engine that samples
 policies. It has its own event loop and thread, so that no attempt waits for it.
 
-Its requests and answers are those of OpenAI's chat completions, so price log, budget, cache,
-deadlines and the order of models work as for any remote model. The model is loaded at the first
-question. The same question has the same answer in any batch (inference/embedded/torch_engine.py).
-Without a temperature the answer is greedy. Tool calls are not supported.
+Its requests and answers are those of OpenAI's chat completions, or of token_scores.py, so price
+log, budget, cache, deadlines and the order of models work as for any remote model. The model is
+loaded at the first question. The same question has the same answer in any batch
+(inference/embedded/torch_engine.py). Without a temperature the answer is greedy. Tool calls are not
+supported.
 """
 
 from __future__ import annotations
@@ -116,24 +117,29 @@ class EngineServer:
                 ).start()
             return self._loop
 
-    async def _answer(self, body: Mapping[str, Any], within_s: float) -> RemoteReply:
+    async def _load(self) -> LocalEngine:
+        """The loaded model. After a failure, the next question tries again."""
         from agentevo.inference.remote_models.local_engine import load
 
+        if self._loaded is None:
+            self._loaded = asyncio.ensure_future(in_thread(load, self._section))
+
+        try:
+            return await asyncio.shield(self._loaded)
+        except Exception:
+            self._loaded = None
+            raise
+
+    async def _answer(self, body: Mapping[str, Any], within_s: float) -> RemoteReply:
+        if "prompt" in body:
+            return await self._score(body, within_s)
         if body.get("tools"):
             raise self._failure(
                 "is computed in this process, and calls no tools: leave the tools out"
             )
 
         until = time.monotonic() + within_s
-        if self._loaded is None:
-            self._loaded = asyncio.ensure_future(in_thread(load, self._section))
-
-        try:
-            loaded = await asyncio.shield(self._loaded)
-        except Exception:
-            self._loaded = None  # the next question tries again
-            raise
-
+        loaded = await self._load()
         conversation = Conversation(
             loaded.engine,
             loaded.chat,
@@ -160,6 +166,25 @@ class EngineServer:
             usage=Usage(
                 prompt_tokens=len(turn.prompt_ids), completion_tokens=len(turn.completion_ids)
             ),
+        )
+
+    async def _score(self, body: Mapping[str, Any], within_s: float) -> RemoteReply:
+        """The log-probs of the prompt's tokens after its first `num_context`. The others are
+        nobody's question, so they are 0."""
+        until = time.monotonic() + within_s
+        loaded = await self._load()
+        prompt_ids = body["prompt"]
+        num_context = body["num_context"]
+        scores = await loaded.engine.score(
+            prompt_ids[:num_context],
+            prompt_ids[num_context:],
+            deadline_s=max(0.01, until - time.monotonic()),
+        )
+        return RemoteReply(
+            message=Message("assistant", ""),
+            finish_reason="stop",
+            usage=Usage(prompt_tokens=len(prompt_ids), completion_tokens=0),
+            logprobs=[0.0] * (num_context - 1) + scores.logprobs,
         )
 
     async def _end(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -108,6 +109,14 @@ class ModelServer:
         self._key = key
         self._key_reference = key_reference
         self._paused_until = 0.0
+
+    def speaking(self, wire: Wire, url: str) -> ModelServer:
+        """The same server, asked and read by another API at the base URL `url`. Both share their
+        connections, and close together."""
+        other = copy.copy(self)
+        other._wire = wire
+        other.url = wire.path(url)
+        return other
 
     def pause_requests(self, seconds: float) -> None:
         """Pauses the requests of all callers for this time, because the server asked for it."""

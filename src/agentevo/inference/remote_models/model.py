@@ -34,11 +34,17 @@ import msgspec
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.data.messages import messages_of, tools_of
 from agentevo.errors import BadRequestError, ConfigError, UnknownNameError
-from agentevo.inference.remote_models import anthropic_messages, openai_chat
+from agentevo.inference.remote_models import anthropic_messages, openai_chat, token_scores
 from agentevo.inference.remote_models.cache import ReplyCache
 from agentevo.inference.remote_models.http import ModelServer, Unanswered
 from agentevo.inference.remote_models.ledger import Ledger, LedgerLine, RemoteModelError, Spent
-from agentevo.inference.remote_models.wire import Listen, RemoteReply, Usage, WireRequest
+from agentevo.inference.remote_models.wire import (
+    BadAnswerError,
+    Listen,
+    RemoteReply,
+    Usage,
+    WireRequest,
+)
 from agentevo.models.chat.answer_form import AnswerForm
 from agentevo.models.files.resolve import missing_model
 from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
@@ -85,6 +91,9 @@ class RemoteModel:
             self._server = EngineServer(name, section)
         else:
             self._server = ModelServer(name, section.url, self._wire, key, section.api_key)
+
+        self._scorer: ModelServer | EngineServer | None = None
+        """The server as it is asked for log-probs of given tokens, from the first such call on."""
 
         file = f"{quote(name, safe='')}.jsonl"  # of this name and no other
         self.ledger = Ledger(folder and folder / file, section.budget, name)
@@ -151,7 +160,60 @@ class RemoteModel:
             form=form,
             sampling=self._sampling(sampling, seed),
         )
-        answer = self._workers.submit(self._call(wire_request, role, attempt, listen))
+        if not wire_request.messages:
+            raise BadRequestError("messages is a list with at least one message")
+
+        body = self._wire.body(self.section.url, self.section.model, wire_request)
+        max_new = wire_request.max_new_tokens
+        call = self._call(self._server, body, max_new, role, attempt, listen)
+        return await self._result_of(call)
+
+    async def score(
+        self,
+        context_ids: Sequence[int],
+        ids: Sequence[int],
+        *,
+        role: str = "",
+        attempt: str = "",
+    ) -> list[float]:
+        """The natural log-prob of each of `ids`, given `context_ids` and the preceding `ids`, at
+        temperature 1. The ids are those of the model's own tokenizer. Raises the errors of
+        `generate`."""
+        section = self.section
+        if section.api == "anthropic":
+            raise RemoteModelError(f"remote model {self.name}: its API gives no log-probs")
+        if not context_ids or not ids:
+            raise BadRequestError("score: the context and the tokens have at least one token each")
+
+        body = token_scores.score_body(section.model, context_ids, ids)
+        if section.api == "engine":
+            body["num_context"] = len(context_ids)
+
+        reply = await self._result_of(
+            self._call(self._scoring_server(), body, 1, role, attempt, None)
+        )
+        try:
+            return token_scores.scores_at_end(reply.logprobs, context_ids, ids)
+        except BadAnswerError as error:
+            raise RemoteModelError(
+                f"remote model {self.name} at {section.url} returned {error}"
+            ) from error
+
+    def _scoring_server(self) -> ModelServer | EngineServer:
+        """The server for `score`. It shares the connections of the server for `generate`."""
+        if self._scorer is None:
+            server = self._server
+            is_engine = self.section.api == "engine"
+            self._scorer = (
+                server
+                if is_engine or not isinstance(server, ModelServer)
+                else server.speaking(token_scores.WIRE, self.section.url)
+            )
+        return self._scorer
+
+    async def _result_of(self, call: Callable[[], RemoteReply]) -> RemoteReply:
+        """The reply of a call, which runs on a thread."""
+        answer = self._workers.submit(call)
         try:
             async with asyncio.timeout(self.within_s):
                 return await asyncio.wrap_future(answer)
@@ -179,15 +241,16 @@ class RemoteModel:
         return reply
 
     def _call(
-        self, wire_request: WireRequest, role: str, attempt: str, listen: Listen | None
+        self,
+        server: ModelServer | EngineServer,
+        body: dict[str, Any],
+        max_new_tokens: int,
+        role: str,
+        attempt: str,
+        listen: Listen | None,
     ) -> Callable[[], RemoteReply]:
-        """Runs a checked request on a thread."""
-        if not wire_request.messages:
-            raise BadRequestError("messages is a list with at least one message")
-
-        body = (
-            self._wire.body(self.section.url, self.section.model, wire_request) | self.section.extra
-        )
+        """A checked request to a server, as a call for a thread."""
+        body = body | self.section.extra
         try:
             content = msgspec.json.encode(body)
             sent = content if listen is None else msgspec.json.encode({**self._wire.stream, **body})
@@ -200,7 +263,7 @@ class RemoteModel:
         )
         until = time.monotonic() + self.section.deadline_s
         request = _RemoteRequest(
-            sent, wire_request.max_new_tokens, until, self._num_calls, listen, trace_headers()
+            server, sent, max_new_tokens, until, self._num_calls, listen, trace_headers()
         )
         return partial(self._answer, content, request, line)
 
@@ -217,7 +280,9 @@ class RemoteModel:
     def _answer(self, content: bytes, request: _RemoteRequest, call: LedgerLine) -> RemoteReply:
         """On a thread: the answer from the cache or the server. Retries while a retry may help.
         `content` is the request, without the fields for an answer in events."""
-        cached_reply = None if self._cache is None else self._cache.find(self._server.url, content)
+        cached_reply = (
+            None if self._cache is None else self._cache.find(request.server.url, content)
+        )
         if cached_reply is not None:
             self.ledger.end(msgspec.structs.replace(call, id="cache", state="cached", requests=0))
             return cached_reply
@@ -234,7 +299,7 @@ class RemoteModel:
                 continue
 
             if self._cache is not None:
-                self._cache.keep(self._server.url, content, reply)
+                self._cache.keep(request.server.url, content, reply)
 
             return reply
 
@@ -260,7 +325,7 @@ class RemoteModel:
         try:
             time_left = min(self.section.timeout_s, request.until - started_at)
             listen = None if request.listen is None else request.on_delta
-            reply, status = self._server.post(content, time_left, listen, request.headers)
+            reply, status = request.server.post(content, time_left, listen, request.headers)
         except BaseException as error:
             line.seconds = time.monotonic() - started_at
             line.error = str(error)[:300]
@@ -299,7 +364,7 @@ class RemoteModel:
         pause = pause * (0.5 + 0.5 * share)
         if error.retry_after_s is not None:
             pause = error.retry_after_s
-            self._server.pause_requests(pause)
+            request.server.pause_requests(pause)
 
         if attempt + 1 == self.section.max_tries:
             return
@@ -319,6 +384,7 @@ class RemoteModel:
 class _RemoteRequest:
     """A request, which may be sent several times."""
 
+    server: ModelServer | EngineServer
     content: bytes
     max_new_tokens: int
     until: float

@@ -102,7 +102,7 @@ def reply_of(answer: Mapping[str, Any]) -> RemoteReply:
         return RemoteReply(
             message=message,
             finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
-            usage=_usage(answer.get("usage")),
+            usage=usage_of(answer.get("usage")),
         )
     except (LookupError, TypeError, ValueError, AttributeError, BadRequestError) as error:
         raise BadAnswerError(f"no chat completion ({type(error).__name__}: {error})") from error
@@ -190,7 +190,8 @@ def _text(value: Any) -> str:
     return value
 
 
-def _usage(usage: Any) -> Usage | None:
+def usage_of(usage: Any) -> Usage | None:
+    """The tokens of an answer, from its `usage`; None if it has none."""
     if not isinstance(usage, Mapping) or "prompt_tokens" not in usage:
         return None
 

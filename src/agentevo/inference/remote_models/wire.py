@@ -53,6 +53,8 @@ class RemoteReply(msgspec.Struct, frozen=True, kw_only=True):
     """The cost by the recipe's prices."""
     is_cached: bool = False
     """Whether it comes from the cache."""
+    logprobs: list[float] = []
+    """The natural log-probs of given tokens, if the call asked for them."""
 
     @property
     def text(self) -> str:

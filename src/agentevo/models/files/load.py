@@ -233,7 +233,7 @@ def load_hollow(section: ModelSection, folder: Path, seed: int = 0) -> LoadedMod
     if the section has adapters. Raises ModelError for everything that loading would refuse, except
     problems with the weights."""
     model = hollow_model(section, folder)
-    tokenizer = _read_tokenizer(f"model {section.name!r}", folder)
+    tokenizer = load_tokenizer(f"model {section.name!r}", folder)
     _check_rows(section.name, model, tokenizer)
     if section.chat_template is not None:
         tokenizer.chat_template = template_text(section.chat_template)
@@ -307,7 +307,7 @@ def _read_folder(
     except Exception as error:  # a damaged config.json may raise anything
         raise _unreadable(key, folder, kind, error) from error
 
-    tokenizer = _read_tokenizer(key, folder)
+    tokenizer = load_tokenizer(key, folder)
     if info["missing_keys"] or info["mismatched_keys"]:
         bad_weights = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
         raise ModelError(
@@ -318,7 +318,8 @@ def _read_folder(
     return model, tokenizer
 
 
-def _read_tokenizer(key: str, folder: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(key: str, folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model's folder. Raises ModelError, which begins with `key`."""
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # a damaged tokenizer.json may raise anything

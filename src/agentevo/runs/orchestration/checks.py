@@ -37,6 +37,7 @@ from agentevo.runs.orchestration.preference_data import check_preference
 from agentevo.runs.orchestration.profiling import check_profile
 from agentevo.runs.orchestration.refusals import Refusals
 from agentevo.runs.orchestration.supervisor import plan_of
+from agentevo.runs.orchestration.teachers import check_tokenizers
 from agentevo.runs.orchestration.tracking import check_tracking
 from agentevo.runtime.paths import spelling_hint
 from agentevo.training.algorithm_functions import try_out
@@ -274,6 +275,7 @@ def load_checked(
     is created, for a model that can't be split as trainer.parallel says."""
     loaded = load_policy(config, checkpoint, for_part=for_part)
     _check_spread(config, loaded)
+    check_tokenizers(config, loaded.tokenizer)
     if _system_remedy(config.agent):
         _check_template(config, loaded)
     return loaded
@@ -291,6 +293,7 @@ def check_unloaded(config: RunConfig) -> LoadedModel | None:
             return None
         loaded = load_hollow(config.model, folder)
         _check_spread(config, loaded)
+        check_tokenizers(config, loaded.tokenizer)
 
     _check_template(config, loaded)
     return loaded

@@ -123,7 +123,11 @@ class Collector:
                 algorithm = algorithm.model_copy(update={"keep_groups": 1.0})
 
             selected, dropped = select(
-                gathered.sampled, algorithm, before=gathered.dropped, num_groups=target_groups
+                gathered.sampled,
+                algorithm,
+                before=gathered.dropped,
+                num_groups=target_groups,
+                needs_others=not self._config.distillation.enabled,
             )
             informative = len({t.group_id for t in selected})
             num_groups = len({t.group_id for t in gathered.sampled})

@@ -66,6 +66,7 @@ class LocalTrainers:
             reward_model=self._load_token_reward_model(),
             memory=config.memory,
             grammars=Grammars.of(self._model, self._tokenizer),
+            distillation=config.distillation,
         )
         trainer.numbers = TokenNumbers() if config.tracking.token_numbers else None
         return trainer

@@ -65,7 +65,7 @@ def plan_of(
         staleness=config.rollout.staleness,
         policy=config.rollout.policy,
         masked_tokens=int(metrics.get("staleness/masked_tokens", 0)),
-        credit=config.algorithm.credit_rule,
+        credit=config.credit_rule,
         dropped=collected.dropped | batch.dropped,
     )
 

@@ -26,6 +26,7 @@ from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.self_play import SelfPlayAgent, make_family
 from agentevo.rollout.task_source import TaskSource
 from agentevo.rollout.tasks import environment_seed
+from agentevo.rollout.teachers import check_teachers
 from agentevo.runs.orchestration.refusals import Refusals
 from agentevo.runtime.console import to_stderr
 from agentevo.runtime.progress import over
@@ -90,6 +91,7 @@ def _check_scoring(config: RunConfig, scoring: Scoring, tasks: Sequence[Task]) -
     check_agent_names(tasks, config.agent.type)
     needs_scorer = agent is not None and (agent.needs_scorer or any(map(asks_once, tasks)))
     scoring.check(tasks, needed=needs_scorer)
+    check_teachers(tasks, config.distillation)
     check_calibrated(scoring.configs(tasks), config.remote_models)
 
 

@@ -135,7 +135,7 @@ def training_notes(parts: Components, command: RunCommand) -> list[str]:
     """Lines about the training before its first step: what determines the value of each turn, why
     the model computes rows, the user's loss, how much of the model is trained, a number format that
     is slow on an accelerator, and missing tasks."""
-    notes = [f"credit: {parts.config.algorithm.credit_rule}"]
+    notes = [f"credit: {parts.config.credit_rule}"]
     if (rows := row_settings(parts.model)) is not None:
         notes.append(f"the model computes rows by its own forward pass: {rows.reason}")
     if parts.config.algorithm.loss_function is not None:

@@ -50,12 +50,15 @@ def advantages_of(
     baselines: Mapping[str, float] = MappingProxyType({}),
     weights: Mapping[str, float] = MappingProxyType({}),
     turn_credits: TurnCredits = MappingProxyType({}),
+    teacher: torch.Tensor | None = None,
+    reward_weight: float = 1.0,
 ) -> list[Sample]:
     """The samples with their advantages and with the columns that the update needs.
 
     `tables`: name -> [S, T], the results of passes over the rows; bonus [S, T] is added to the
     environment's rewards; baselines: task id -> reward of its greedy attempt; weights of the reward
-    parts (default 1). `turn_credits`: the reward of each turn. Raises TrainingError if the
+    parts (default 1). `turn_credits`: the reward of each turn. `teacher` [S, T]: the teacher's
+    advantages, which are added to `reward_weight` times the others. Raises TrainingError if the
     advantage can't use the rewards.
     """
     if not rows:
@@ -88,6 +91,9 @@ def advantages_of(
         raise TrainingError(
             f"{error} (of this step's attempts; the weights were not changed)"
         ) from error
+
+    if teacher is not None:
+        advantages = reward_weight * advantages + teacher
 
     columns = {name: tables[name] for name in UPDATE_COLUMNS if name in tables} | (
         {"returns": returns} if "values" in tables else {}
@@ -234,6 +240,24 @@ def with_observed_logprobs(rows: Sequence[SampleRow], logprobs: torch.Tensor) ->
         row._replace(sample=_fill_logprobs(row.sample, row_logprobs))
         for row, row_logprobs in zip(rows, logprobs.numpy(), strict=True)
     ]
+
+
+def teacher_table(rows: Sequence[SampleRow]) -> torch.Tensor:
+    """[S, T] float32: the teacher's log-probs of the trained tokens, 0 for padding. Raises
+    TrainingError for an attempt that no teacher has scored."""
+    table = torch.zeros(len(rows), max(len(row.turns) for row in rows))
+    for index, (trajectory, _, turns) in enumerate(rows):
+        scores = [trajectory.turns[turn].teacher_logprobs for turn in dict.fromkeys(turns.tolist())]
+        column = np.concatenate([np.asarray(score or (), dtype=np.float32) for score in scores])
+        if len(column) != len(turns):
+            raise TrainingError(
+                f"trajectory {trajectory.id} has a teacher's log-probs for {len(column)} of "
+                f"{len(turns)} trained tokens: it was made without distillation.teachers; start a "
+                "new run, or remove distillation"
+            )
+        table[index, : len(turns)] = torch.from_numpy(column)
+
+    return table
 
 
 def _with_routed_experts(row: SampleRow, path: Sequence[Turn]) -> SampleRow:

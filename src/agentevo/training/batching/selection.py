@@ -37,13 +37,15 @@ def select(
     *,
     before: Mapping[str, str] | None = None,
     num_groups: int | None = None,
+    needs_others: bool = True,
 ) -> Selection:
     """Selects the trajectories to train on. `before`: trajectories that were dropped earlier, with
     their reasons.
 
     With `num_groups` it selects this many groups, the first ones whose rewards differ (dynamic
     sampling). Otherwise it selects the share `keep_groups` of the groups and, if the advantage
-    compares within groups, only groups with different rewards.
+    compares within groups, only groups with different rewards. `needs_others=False`: an attempt
+    also teaches without a comparison, so equal rewards drop none.
     """
     before = before or {}
     remaining, dropped = usable([t for t in trajectories if t.id not in before], section)
@@ -59,7 +61,7 @@ def select(
         dropped |= {remaining[position].id: "small-spread" for position in small}
         remaining = [remaining[position] for position in kept]
 
-    if section.within_group:
+    if section.within_group and needs_others:
         remaining = _with_others(remaining, dropped, drop_zero_variance=section.drop_zero_variance)
 
     return remaining, dropped

@@ -1,0 +1,148 @@
+"""Teachers score the sampled tokens of finished attempts (section `distillation`).
+
+A teacher reads the ids of each root-to-leaf path of an attempt, in one request, and returns the
+log-prob of each id. The turns keep those of the completions, so training and replay ask nobody
+again. A teacher that fails or is late fails the attempt with the reason; the attempt never counts
+as one without a teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from agentevo.config.distillation import OTHER_SOURCES, DistillationSection
+from agentevo.errors import AgentEvoError, ConfigError, describe_error
+from agentevo.rollout.failures import TEACHER_PREFIX, ShowFailure
+from agentevo.runtime.event_loop import gather_all
+from agentevo.runtime.tracebacks import traceback_of
+from agentevo.store.call_log import AttemptCalls
+from agentevo.types import Task, Trajectory, Turn
+
+ROLE = "teacher"
+"""The role of these requests in the price log."""
+
+
+class TeacherModel(Protocol):
+    """A model that scores given tokens (remote_models/model.py)."""
+
+    async def score(
+        self, context_ids: Sequence[int], ids: Sequence[int], *, role: str, attempt: str
+    ) -> list[float]: ...
+
+
+def teacher_of(task: Task, section: DistillationSection) -> str | None:
+    """The name of the task's teacher; None if it has none."""
+    return section.teacher_of(task.metadata.get("data_source"), task.environment)
+
+
+def check_teachers(tasks: Sequence[Task], section: DistillationSection) -> None:
+    """Raises ConfigError for a task without a teacher."""
+    for task in tasks if section.enabled else ():
+        if teacher_of(task, section) is None:
+            source = task.metadata.get("data_source") or task.environment
+            raise ConfigError(
+                f"distillation.teachers: the task {task.id!r} of the source {source!r} has no "
+                f"teacher: add its source, or {OTHER_SOURCES}: NAME for all other sources"
+            )
+
+
+class Teachers:
+    """The teachers of a run; see the module."""
+
+    def __init__(
+        self,
+        section: DistillationSection,
+        models: Mapping[str, TeacherModel],
+        show: ShowFailure = lambda name, error, trace: None,
+    ) -> None:
+        """`models`: the run's remote models. `show` is called for each attempt that could not be
+        scored."""
+        self._section = section
+        self._models = models
+        self._show = show
+
+    async def score(
+        self, trajectories: Sequence[Trajectory], calls: Mapping[str, AttemptCalls], task: Task
+    ) -> list[Trajectory]:
+        """The attempts at a task, in order, with the teacher's log-probs in their turns. Attempts
+        that are not completed stay unchanged."""
+        return await gather_all(
+            [
+                self._with_logprobs(trajectory, calls, task)
+                if trajectory.status == "completed" and trajectory.turns
+                else _unchanged(trajectory)
+                for trajectory in trajectories
+            ]
+        )
+
+    async def _with_logprobs(
+        self, trajectory: Trajectory, calls: Mapping[str, AttemptCalls], task: Task
+    ) -> Trajectory:
+        name = teacher_of(task, self._section)
+        if name is None:
+            return self._failed(trajectory, f"{TEACHER_PREFIX} failed: its source has none", None)
+
+        try:
+            if trajectory.id not in calls:
+                return await self._scored(trajectory, self._models[name])
+            with calls[trajectory.id].call("scorer", f"{ROLE} {name}"):
+                return await self._scored(trajectory, self._models[name])
+        except AgentEvoError as error:
+            reason = f"{TEACHER_PREFIX} {name!r} failed: {describe_error(error)}"
+            return self._failed(trajectory, reason, error)
+
+    async def _scored(self, trajectory: Trajectory, model: TeacherModel) -> Trajectory:
+        turns = trajectory.turns
+        parents = {turn.parent for turn in turns}
+        leaves = [turn.index for turn in turns if turn.index not in parents]
+        columns: dict[int, list[float]] = {}
+        for leaf in leaves:
+            columns |= await self._path_logprobs(trajectory, leaf, model)
+
+        scored = [replace(turn, teacher_logprobs=columns[turn.index]) for turn in turns]
+        return replace(trajectory, turns=scored)
+
+    async def _path_logprobs(
+        self, trajectory: Trajectory, leaf: int, model: TeacherModel
+    ) -> dict[int, list[float]]:
+        """Turn -> log-probs of its completion, for the turns from the root to a leaf."""
+        path = path_of(trajectory.turns, leaf)
+        if not any(len(turn.completion_ids) for turn in path):
+            return {turn.index: [] for turn in path}
+
+        ids = trajectory.context_ids(leaf) + list(trajectory.turns[leaf].completion_ids)
+        first = len(path[0].prompt_ids)
+        logprobs = await model.score(ids[:first], ids[first:], role=ROLE, attempt=trajectory.id)
+
+        columns: dict[int, list[float]] = {}
+        start = 0
+        for turn in path:
+            start += len(turn.prompt_ids) if turn is not path[0] else 0
+            end = start + len(turn.completion_ids)
+            columns[turn.index] = logprobs[start:end]
+            start = end
+
+        return columns
+
+    def _failed(
+        self, trajectory: Trajectory, error: str, raised: BaseException | None
+    ) -> Trajectory:
+        self._show(trajectory.id, error, traceback_of(raised))
+        return replace(
+            trajectory, status="failed", error=error, reward=0.0, reward_parts={}, success=False
+        )
+
+
+def path_of(turns: Sequence[Turn], leaf: int) -> list[Turn]:
+    """The turns from the root to turn `leaf`."""
+    path = [turns[leaf]]
+    while path[-1].parent is not None:
+        path.append(turns[path[-1].parent])
+    return path[::-1]
+
+
+async def _unchanged(trajectory: Trajectory) -> Trajectory:
+    return trajectory
