@@ -14,7 +14,7 @@ from tool_call_templates import TEMPLATES
 from agentevo.errors import UnknownNameError
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.chat.chat_template import ChatTemplate
-from agentevo.models.files.load import template_text
+from agentevo.models.chat.model_template import template_text
 from agentevo.models.tiny_tokenizer import CHAT_TEMPLATE
 from agentevo.models.tool_calls import find_parser, parser_named, parser_names
 from agentevo.types import Message, ToolCall

@@ -35,14 +35,17 @@ from itertools import takewhile
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from agentevo.data.message_markers import CUT, encode_rendering
-from agentevo.errors import ModelError
+from agentevo.errors import BadRequestError, ModelError
 from agentevo.models.chat.call_notation import CallNotation, call_notation
 from agentevo.models.chat.chat_template import (
     NO_TOOLS,
+    OWN_VALUES,
     ChatTemplate,
+    TemplateValues,
     ToolSchemas,
-    begins_texts_with_bos,
 )
+from agentevo.models.chat.model_template import begins_texts_with_bos
+from agentevo.models.chat.template_variables import why_refused
 from agentevo.models.chat.text_stream import TextStream, before_stop
 from agentevo.models.chat.token_texts import TokenTexts
 from agentevo.models.token_rows import num_tokens
@@ -53,6 +56,8 @@ from agentevo.types import Message, ToolCall
 
 CACHED_MESSAGES = 8192
 """The number of cached encodings of messages."""
+CACHED_VARIANTS = 64
+"""The number of cached chat formats with other values of the template's variables."""
 LONG_TEXT = 50_000
 """The number of characters that take about 10 ms to encode. Longer texts are not cached."""
 _FIRST = "probefirst"
@@ -60,6 +65,8 @@ _SECOND = "probesecond"
 _ASKED = "probequestion"
 _SYSTEM = "probesystem"
 _USER = Message("user", _ASKED)
+_TAIL = len("<think>\n")
+"""The most tokens that the beginning of a thought can have."""
 OPENS_THINKING = re.compile(r"<think>\s*$")
 
 
@@ -83,11 +90,16 @@ class ChatFormat:
     the template can't be continued."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        generation_config: GenerationConfig | None = None,
+        template: ChatTemplate | None = None,
     ) -> None:
+        """`template`: the tokenizer's, with values of its variables."""
         self.tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer)
-        self.end_of_turn_id, self._end_in_history = turn_ends(tokenizer)
+        self._generation_config = generation_config
+        self._template = ChatTemplate(tokenizer) if template is None else template
+        self.end_of_turn_id, self._end_in_history = turn_ends(self._template)
         is_harmony = self.parser.name == HARMONY
         declared = [
             *(harmony_ids(tokenizer, "<|return|>", "<|call|>") if is_harmony else ()),
@@ -104,6 +116,7 @@ class ChatFormat:
         self._first_prompt = lru_cache(CACHED_MESSAGES)(self._compute_first_prompt)
         self._continuation = lru_cache(CACHED_MESSAGES)(self._compute_continuation)
         self._tools_problem = lru_cache(CACHED_MESSAGES)(self._probe_tools)
+        self._variant = lru_cache(CACHED_VARIANTS)(self._make_variant)
         self.opening = self._check_history([_USER])
         """The generation prompt's text after the header of a finished message: "" or the
         beginning of a thought, such as "<think>\\n"."""
@@ -120,6 +133,34 @@ class ChatFormat:
     def num_tokens(self) -> int:
         """The number of token ids. All ids of a prompt are smaller."""
         return num_tokens(self.tokenizer)
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The variables of the template that a request may set."""
+        return self._template.variables
+
+    def with_values(self, values: TemplateValues) -> ChatFormat:
+        """The chat format of requests that give the template's variables other values than the
+        model's section. Raises BadRequestError for variables that the template does not read, and
+        for values with which it can't be continued."""
+        return self if values == OWN_VALUES else self._variant(values)
+
+    def _make_variant(self, values: TemplateValues) -> ChatFormat:
+        problem = why_refused(json.loads(values.as_json), self.variables)
+        if problem is not None:
+            raise BadRequestError(f"chat_template_kwargs: {problem}")
+
+        try:
+            template = self._template.with_values(values)
+            variant = ChatFormat(self.tokenizer, self._generation_config, template)
+        except ModelError as error:
+            raise BadRequestError(f"chat_template_kwargs: with these values, {error}") from error
+        if variant.end_ids != self.end_ids:
+            raise BadRequestError(
+                "chat_template_kwargs: with these values, the template ends an answer with other "
+                "tokens: set them as model.template"
+            )
+        return variant
 
     def first_prompt(self, messages: Sequence[Message], tools: ToolSchemas = NO_TOOLS) -> list[int]:
         """The ids of a new conversation, up to the start of the assistant's answer."""
@@ -207,11 +248,13 @@ class ChatFormat:
         return TokenTexts(self.tokenizer)
 
     def opening_of(self, prompt_ids: Sequence[int]) -> str:
-        """The part of this prompt that is in the assistant's place: `opening`, or an empty text."""
-        if not self.opening:
-            return ""
-        end = str(self.tokenizer.decode(list(prompt_ids[-len(self.opening) - 1 :])))
-        return self.opening if end.endswith(self.opening) else ""
+        """The part of this prompt that is in the assistant's place: `opening`, the beginning of a
+        thought (which a template may write for some values of its variables), or an empty text."""
+        end = str(self.tokenizer.decode(list(prompt_ids[-max(len(self.opening), _TAIL) - 1 :])))
+        if self.opening and end.endswith(self.opening):
+            return self.opening
+        thought = OPENS_THINKING.search(end)
+        return thought[0] if thought else ""
 
     def _compute_first_prompt(self, messages: tuple[Message, ...], tools: ToolSchemas) -> list[int]:
         if not messages:
@@ -404,7 +447,7 @@ class ChatFormat:
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The first special token after an assistant's message. It must be the same whether or not
     another message follows. Raises ModelError if there is none."""
-    last, in_history = turn_ends(tokenizer)
+    last, in_history = turn_ends(ChatTemplate(tokenizer))
     if last != in_history:
         raise ModelError(
             _refusal("it ends an assistant's message differently once another message follows")
@@ -412,11 +455,11 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return last
 
 
-def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+def turn_ends(template: ChatTemplate) -> tuple[int, int]:
     """The first special tokens after an assistant's message: after the last message, and after one
     that others follow. Only Harmony's templates may have different ones. Raises ModelError for
     other templates with different tokens, and for templates without such a token."""
-    template = ChatTemplate(tokenizer)
+    tokenizer = template.tokenizer
 
     def after_answer(messages: list[Message], *, prompt: bool) -> list[int]:
         text = template.render([_USER, Message("assistant", _FIRST), *messages], prompt=prompt)
