@@ -410,7 +410,8 @@ class Conversation:
         def encode() -> list[int]:
             if parent is None:
                 return chat.first_prompt(new, tools)
-            ended_with_stop = self._turns[parent].completion_ids[-1] in chat.end_ids
+            last_id = self._turns[parent].completion_ids[-1]
+            ended_with_stop = chat.has_ended(last_id, new, tools)
             return chat.continuation(new, ended_with_stop=ended_with_stop, tools=tools)
 
         # Short messages are encoded in this thread, so that the order of events decides which

@@ -50,8 +50,9 @@ from agentevo.models.chat.text_stream import TextStream, before_stop
 from agentevo.models.chat.token_texts import TokenTexts
 from agentevo.models.token_rows import num_tokens
 from agentevo.models.tool_calls import ToolCallParser, find_parser
+from agentevo.models.tool_calls.families import GEMMA, GLM
 from agentevo.models.tool_calls.harmony import ENDS as HARMONY_ENDS
-from agentevo.models.tool_calls.parser import HARMONY
+from agentevo.models.tool_calls.parser import HARMONY, THOUGHTS
 from agentevo.types import Message, ToolCall
 
 CACHED_MESSAGES = 8192
@@ -65,8 +66,15 @@ _SECOND = "probesecond"
 _ASKED = "probequestion"
 _SYSTEM = "probesystem"
 _USER = Message("user", _ASKED)
-_TAIL = len("<think>\n")
+_TAIL = max(map(len, THOUGHTS)) + len("\n")
 """The most tokens that the beginning of a thought can have."""
+_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
+_ENDS_BY_FAMILY = {
+    HARMONY: ("<|return|>", "<|call|>"),
+    GEMMA: ("<|tool_response>",),
+    GLM: ("<|user|>", "<|observation|>"),
+}
+"""Parser -> the tokens that end answers in its family, beside the declared ones."""
 OPENS_THINKING = re.compile(r"<think>\s*$")
 
 
@@ -99,13 +107,18 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self._generation_config = generation_config
         self._template = ChatTemplate(tokenizer) if template is None else template
-        self.end_of_turn_id, self._end_in_history = turn_ends(self._template)
-        is_harmony = self.parser.name == HARMONY
         declared = [
-            *(harmony_ids(tokenizer, "<|return|>", "<|call|>") if is_harmony else ()),
+            *ids_of_marks(tokenizer, *_ENDS_BY_FAMILY.get(self.parser.name, ())),
             *_eos_ids(tokenizer.eos_token_id),
             *_eos_ids(getattr(generation_config, "eos_token_id", None)),
         ]
+        next_role = next_role_id(self._template)
+        self._ends_at_next_role = next_role is not None and next_role in declared
+        """Whether the token that begins the next message ends an answer (GLM)."""
+        if next_role is not None and self._ends_at_next_role:
+            self.end_of_turn_id = self._end_in_history = next_role
+        else:
+            self.end_of_turn_id, self._end_in_history = turn_ends(self._template)
         within = {self._end_in_history} - {self.end_of_turn_id}
         self.end_ids = tuple(sorted({self.end_of_turn_id, *declared} - within))
         """The ids that end a completion. They are the engine's stop tokens."""
@@ -180,6 +193,15 @@ class ChatFormat:
         encode = self._compute_continuation if is_long(messages) else self._continuation
         return list(encode(tuple(messages), tools, ended_with_stop))
 
+    def has_ended(
+        self, last_id: int, messages: Sequence[Message], tools: ToolSchemas = NO_TOOLS
+    ) -> bool:
+        """Whether a completion with this last id has ended with the token that the continuation
+        with these messages would begin with (`ended_with_stop`)."""
+        if self._ends_at_next_role:
+            return last_id == self.continuation(messages, ended_with_stop=False, tools=tools)[0]
+        return last_id in self.end_ids
+
     def completion(self, message: Message) -> list[int]:
         """The ids of an assistant's message that the policy did not sample (a demonstration), in
         the form in which the policy would sample it, including the end-of-turn token."""
@@ -253,8 +275,9 @@ class ChatFormat:
         end = str(self.tokenizer.decode(list(prompt_ids[-max(len(self.opening), _TAIL) - 1 :])))
         if self.opening and end.endswith(self.opening):
             return self.opening
-        thought = OPENS_THINKING.search(end)
-        return thought[0] if thought else ""
+        begun = end.rstrip()
+        mark = next((mark for mark in self.parser.thoughts if begun.endswith(mark)), None)
+        return "" if mark is None else mark + end[len(begun) :]
 
     def _compute_first_prompt(self, messages: tuple[Message, ...], tools: ToolSchemas) -> list[int]:
         if not messages:
@@ -343,9 +366,14 @@ class ChatFormat:
         rendered = self._template.render([_USER, message], prompt=False)
         answer = rendered.removeprefix(prompt)
         ends = [self.end_of_turn_id, *(self.end_ids if self._omitted_header else ())]
+        if message.tool_calls:
+            ends += self._ends_of_calls
         marks = map(str, self.tokenizer.convert_ids_to_tokens(ends))
         cuts = ((*answer.rpartition(mark)[:2], end) for mark, end in zip(marks, ends, strict=True))
         text, found_mark, end = next((cut for cut in cuts if cut[1]), ("", "", ends[0]))
+        if self._ends_at_next_role:
+            end = self._ends_of_calls[0] if message.tool_calls else self.end_of_turn_id
+            text, found_mark = answer, answer
         if not rendered.startswith(prompt) or not found_mark:
             raise ModelError(
                 "the chat template begins or ends an assistant's message with tool calls or "
@@ -361,6 +389,12 @@ class ChatFormat:
             )
 
         return text, end
+
+    @cached_property
+    def _ends_of_calls(self) -> list[int]:
+        """The token that ends a message with tool calls in a history, if it is known."""
+        ids = self._after_tool_calls((Message("tool", _FIRST, name="probename"),), NO_TOOLS)
+        return [] if ids is None else ids[:1]
 
     def _encode(self, text: str) -> list[int]:
         ids = encode_rendering(self.tokenizer, text)
@@ -397,9 +431,13 @@ class ChatFormat:
         twice = render([first, _USER, second, _USER], prompt=True)
 
         header, sentinel, after_first = once.partition(_FIRST)
-        if self.parser.name == HARMONY and header.startswith(generation):
-            self._omitted_header = header[len(generation) :]
+        omitted = header[len(generation) :] if header.startswith(generation) else ""
+        is_thought = not omitted.strip() or _EMPTY_THOUGHT.fullmatch(omitted.lstrip())
+        if omitted and (self.parser.name == HARMONY or is_thought):
+            self._omitted_header = omitted
             header = generation
+        elif not generation.startswith(header):  # the thought of a finished message is left out
+            header = _EMPTY_THOUGHT.sub("", header)
 
         if not sentinel or not generation.startswith(header):
             raise ModelError(
@@ -444,6 +482,29 @@ class ChatFormat:
         return None
 
 
+def next_role_id(template: ChatTemplate) -> int | None:
+    """The special token right after an assistant's message that another message follows, in a
+    template that ends the last message with nothing. None for other templates."""
+    tokenizer = template.tokenizer
+    conversation = [_USER, Message("assistant", _FIRST)]
+    if _after(_FIRST, template.render(conversation, prompt=False)).strip():
+        return None
+
+    text = _after(_FIRST, template.render([*conversation, _USER], prompt=True))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids[0] if ids and ids[0] in special_ids(tokenizer) else None
+
+
+def next_role_marks(template: ChatTemplate) -> tuple[str, str] | None:
+    """The tokens that end an answer and a message with tool calls, in a family whose template
+    leaves the end of a message to the beginning of the next one. None for other templates."""
+    if find_parser(str(template.tokenizer.get_chat_template())).name != GLM:
+        return None
+    answer, calls = _ENDS_BY_FAMILY[GLM]
+    known = ids_of_marks(template.tokenizer, answer, calls)
+    return (answer, calls) if len(known) == 2 and next_role_id(template) in known else None
+
+
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The first special token after an assistant's message. It must be the same whether or not
     another message follows. Raises ModelError if there is none."""
@@ -478,7 +539,7 @@ def turn_ends(template: ChatTemplate) -> tuple[int, int]:
 
     followed = after_answer([_USER], prompt=True)[: end + 1]
     is_harmony = find_parser(str(tokenizer.get_chat_template())).name == HARMONY
-    harmony_ends = harmony_ids(tokenizer, *HARMONY_ENDS) if is_harmony else []
+    harmony_ends = ids_of_marks(tokenizer, *HARMONY_ENDS) if is_harmony else []
     if followed != last[: end + 1] and not (
         followed[:end] == last[:end] and {*followed[end:], last[end]} <= set(harmony_ends)
     ):
@@ -489,8 +550,8 @@ def turn_ends(template: ChatTemplate) -> tuple[int, int]:
     return last[end], followed[end]
 
 
-def harmony_ids(tokenizer: PreTrainedTokenizerBase, *texts: str) -> list[int]:
-    """The ids of Harmony's marks that this tokenizer has as tokens."""
+def ids_of_marks(tokenizer: PreTrainedTokenizerBase, *texts: str) -> list[int]:
+    """The ids of those marks that this tokenizer has as tokens."""
     vocabulary = tokenizer.get_vocab()
     return [vocabulary[text] for text in texts if text in vocabulary]
 
