@@ -1,5 +1,5 @@
-"""A GPT-OSS of a few thousand weights that writes Harmony: it has learned by heart to think, to call
-a tool, and to answer."""
+"""A GPT-OSS of few weights that writes Harmony: it has learned by heart to think, to call a tool,
+and to answer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A model that writes Harmony is taught, served and trained: thoughts, calls and answers come apart,
-and every turn goes on from the drawn ids."""
+"""A model that writes Harmony is taught, served and trained: thoughts, calls and answers come
+apart, and each turn continues the drawn ids."""
 
 from __future__ import annotations
 
