@@ -3,7 +3,6 @@ under its field."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -13,6 +12,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from agentevo.config.parallel import ParallelSection
 from agentevo.config.sft import ConversationKeys, FileOrFolder
+from agentevo.config.template_variables import TemplateVariables
 from agentevo.errors import shown
 from agentevo.runtime.credentials import without_password
 from agentevo.runtime.device_names import DeviceName
@@ -219,18 +219,6 @@ CHAT_TEMPLATES = ("hermes", PLAIN)
 """Chat templates that AgentEvo ships, by name (models/chat/templates)."""
 MAX_TEMPLATE = 2**20
 """Bytes of a chat template's file."""
-_TEMPLATE_ARGUMENTS = {
-    "messages", "conversations", "conversation", "tools", "documents", "chat_template",
-    "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
-    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
-    "tokenizer_kwargs", "processor_kwargs", "template_kwargs",
-}  # fmt: skip
-
-
-def is_reserved_variable(name: str) -> bool:
-    """Whether a chat template's variable of this name is set by AgentEvo or by transformers: the
-    messages, the tools, the tokenizer's special tokens (`bos_token`, ...)."""
-    return name in _TEMPLATE_ARGUMENTS or name.endswith(("_token", "_tokens"))
 
 
 class ModelSection(Section):
@@ -247,7 +235,7 @@ class ModelSection(Section):
     template does not support tools), `plain` (questions and answers as plain text, for base models
     without a template), a Jinja file, which is copied into the run's config.yaml, or the template
     itself. It is saved with the checkpoints."""
-    template: dict[str, JsonValue] = Field(default_factory=dict)
+    template: TemplateVariables = Field(default_factory=dict)
     """Values for variables of the chat template, for example `{enable_thinking: false}` or
     `{reasoning_effort: low}`. Every rendering uses them; a request to the gateway can replace them
     with `chat_template_kwargs`. Variables that the template does not read are refused. They are
@@ -276,21 +264,6 @@ class ModelSection(Section):
         if "${" in template:
             raise ValueError("the template has ${ in it, which a recipe would fill in: write $ {")
         return template
-
-    @field_validator("template")
-    @classmethod
-    def _variables_are_free(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        for name in value:
-            if not name.isidentifier():
-                raise ValueError(f"{name!r} is not the name of a variable")
-            if is_reserved_variable(name):
-                raise ValueError(f"{name!r} is set by AgentEvo: leave it out")
-
-        try:
-            json.dumps(value, allow_nan=False)
-        except ValueError as error:
-            raise ValueError("a value is infinite or not a number: give a finite number") from error
-        return value
 
     @model_validator(mode="after")
     def _lora_fits(self) -> Self:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from agentevo.config.sections import is_reserved_variable
+from agentevo.config.template_variables import is_reserved_variable
 from agentevo.errors import ModelError
 from agentevo.models.chat.template_rendering import TemplateRenderer
 from agentevo.runtime.registry import nearest
