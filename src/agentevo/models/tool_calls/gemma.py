@@ -47,7 +47,7 @@ class GemmaCalls:
         call.set_name(checked_name(text, name.strip()))
         text.take_next()
 
-        is_end = yield from text.take_any("}")
+        is_end = bool((yield from text.take_any("}")))
         while not is_end:
             call.begin_argument((yield from self._read_key(text)))
             call.add_arguments((yield from self._read_value(text, 1)))
@@ -87,7 +87,7 @@ class GemmaCalls:
         """Takes the rest of an object or list, and returns all of it as JSON."""
         closing = "}" if bracket == "{" else "]"
         items: list[str] = []
-        is_end = yield from text.take_any(closing)
+        is_end = bool((yield from text.take_any(closing)))
         while not is_end:
             key = ""
             if closing == "}":
