@@ -134,9 +134,9 @@ def chat_of_recipe(config: RunConfig) -> tuple[ChatFormat, int]:
     if config.model.name == "tiny":  # created here
         tiny = config.model.tiny
         texts = corpus_of(config) if tiny.tokenizer == "word" else ()
-        tokenizer = tiny_tokenizer(tiny, texts)
-        set_template(tokenizer, config.model)
-        return ChatFormat(tokenizer), tiny.context_length
+        own_tokenizer = tiny_tokenizer(tiny, texts)
+        set_template(own_tokenizer, config.model)
+        return ChatFormat(own_tokenizer), tiny.context_length
 
     folder = fetch(config.model.name, None)
     try:
