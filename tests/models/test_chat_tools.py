@@ -25,7 +25,7 @@ from transformers import GenerationConfig
 from agentevo.errors import ModelError
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.chat.chat_template import NO_TOOLS, ToolSchemas
-from agentevo.models.files.load import template_text
+from agentevo.models.chat.model_template import template_text
 from agentevo.models.tiny_tokenizer import CHAT_TEMPLATE
 from agentevo.types import ImagePart, Message, TextPart, ToolCall
 

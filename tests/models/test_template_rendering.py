@@ -11,7 +11,12 @@ from agentevo.errors import ModelError
 from agentevo.models.chat import template_rendering, template_worker
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.chat.chat_template import NO_TOOLS, ChatTemplate, ToolSchemas
-from agentevo.models.chat.template_rendering import untrusted_templates
+from agentevo.models.chat.template_rendering import (
+    TemplateRenderer,
+    render_here,
+    untrusted_templates,
+)
+from agentevo.models.chat.template_worker import variables_in
 from agentevo.types import Message, ToolCall
 
 TOOLS = ToolSchemas.of(
@@ -39,8 +44,9 @@ def test_the_other_process_renders_what_this_one_does(monkeypatch) -> None:
             messages, tools = (CONVERSATION, TOOLS) if calls else (CONVERSATION[:1], NO_TOOLS)
             elsewhere = ChatTemplate(tokenizer).render(messages, prompt=True, tools=tools)
 
+            assert ChatTemplate(tokenizer).variables == frozenset()
             here = ChatTemplate(tokenizer)
-            here._render_mappings = template_rendering.render_here
+            here._renderer = TemplateRenderer(render_here, variables_in)
             num_asked = len(asked)
             assert elsewhere == here.render(messages, prompt=True, tools=tools)
             assert len(asked) == num_asked > 0
@@ -96,7 +102,7 @@ def test_no_template_takes_time_or_memory_without_bounds(monkeypatch) -> None:
 
 def test_a_long_conversation_may_be_rendered_whole() -> None:
     messages = [{"role": "user", "content": '"\\' * 10**5}]
-    request = {"messages": messages, "tools": None, "prompt": True, "special_tokens": {}}
+    request = {"messages": messages, "tools": None, "prompt": True, "values": {}}
     template = "{{ messages | tojson }}{{ bos }}"
     answer = template_worker.answer_to({**request, "template": template})
     assert json.loads(answer["text"]) == messages

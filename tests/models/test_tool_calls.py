@@ -14,7 +14,7 @@ from tool_call_templates import TEMPLATES
 from agentevo.errors import UnknownNameError
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.chat.chat_template import ChatTemplate
-from agentevo.models.files.load import template_text
+from agentevo.models.chat.model_template import template_text
 from agentevo.models.tiny_tokenizer import CHAT_TEMPLATE
 from agentevo.models.tool_calls import find_parser, parser_named, parser_names
 from agentevo.types import Message, ToolCall
@@ -151,6 +151,20 @@ ONE = '{"a": 1}'
         ("qwen_coder", "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>", "", [ONE]),
         ("qwen_coder", "<function=f><parameter=a>1</parameter></function> </tool_call>", "", [ONE]),
         ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", "", [ONE]),
+        ("dsml", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n{"a": 1}\n</｜DSML｜invoke>\n'
+         "</｜DSML｜tool_calls>", "", [ONE]),
+        ("dsml", '<｜DSML｜tool_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a" '
+         'string="false">1</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜tool_calls>', "", [ONE]),
+        ("dsml", '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">1'
+         "</｜DSML｜parameter></｜DSML｜invoke>", "", ['{"a": "1"}']),
+        ("gemma", '<|tool_call>call:f{city:<|"|>Paris, "FR"<|"|>,n:-1.5e3}<tool_call|>', "",
+         ['{"city": "Paris, \\"FR\\"", "n": -1.5e3}']),
+        ("gemma", '<|tool_call>call:f{a: [true, {k: null}, []], "b": "x\\"y", <|"|>c<|"|>:{}}'
+         "<tool_call|> then<|tool_call>call:f{}<tool_call|>", "then",
+         ['{"a": [true, {"k": null}, []], "b": "x\\"y", "c": {}}', "{}"]),
+        ("gemma", "<|tool_call>call:f{a:red fish}<tool_call|>", "", ['{"a": "red fish"}']),
+        ("function_gemma", "<start_function_call>call:f{a:<escape>London<escape>}"
+         "<end_function_call>", "", ['{"a": "London"}']),
         ("xml", "<tool_calls><invoke name='f'><parameter name='a'>1</parameter></invoke>x",
          "x", [ONE]),
         ("xml", "<tool_calls> and <function_calls>", "<tool_calls> and <function_calls>", []),
@@ -216,6 +230,15 @@ def test_a_text_without_marks_is_its_own_content(name: str, text: str) -> None:
         ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f<g\n{}", "'<' in it", ""),
         ("glm", "<tool_call>f", "the text ends inside", ""),
         ("glm", "<tool_call>f\n<arg_key>a</arg_key>1</tool_call>", "needs <arg_value>", "f"),
+        ("dsml", '<｜DSML｜invoke name="f">{"a": }</｜DSML｜invoke>', "a value", "f"),
+        ("gemma", "<|tool_call>f{}<tool_call|>", "needs call:", ""),
+        ("gemma", "<|tool_call>call:f<tool_call|>", "no arguments", ""),
+        ("gemma", "<|tool_call>call:f{a:1,a:2}<tool_call|>", "'a' twice", "f"),
+        ("gemma", "<|tool_call>call:f{a}<tool_call|>", "a colon", "f"),
+        ("gemma", '<|tool_call>call:f{a:<|"|>x}<tool_call|>', "the text ends inside", "f"),
+        ("gemma", "<|tool_call>call:f{a:" + "[" * 200, "nested", "f"),
+        ("gemma", '<|tool_call>call:f{a:"\\x"}<tool_call|>', "escape", "f"),
+        ("gemma", "<|tool_call>call:f{}x<tool_call|>", "text behind", "f"),
         ("xml", "<invoke><parameter name='a'>1</parameter></invoke>", 'needs name="..."', ""),
         ("pythonic", "[f(a=1, a=2)]", "'a' twice", "f"),
         ("pythonic", "[f(a=b)]", "a value", "f"),
@@ -286,6 +309,8 @@ CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
         ("", "yes <think>no</think>", None, "yes <think>no</think>", 0),
         ("", "<thin", None, "<thin", 0),
         ("[THINK]", "hm[/THINK]yes", "hm", "yes", 0),
+        ("", "<|channel>thought\nhm\n<channel|>yes", "hm", "yes", 0),
+        ("<|channel>thought\n", "hm<channel|>yes", "hm", "yes", 0),
     ],
 )
 def test_thoughts(

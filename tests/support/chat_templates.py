@@ -153,6 +153,21 @@ MOVES_TOOLS = (
 """Tools stand before the last question, wherever that is."""
 
 
+SWITCHES = QWEN3.replace(
+    "{%- set ns = namespace",
+    "{%- if reasoning_effort is defined -%}{{- '<|im_start|>system\nEffort: ' + reasoning_effort"
+    " + '<|im_end|>\n' -}}{%- endif -%}{%- set ns = namespace",
+).replace(
+    _ASSISTANT,
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}"
+    "{%- if enable_thinking is defined and enable_thinking is false -%}"
+    "{{- '<think>\n\n</think>\n\n' -}}{%- elif opens -%}{{- '<think>\n' -}}{%- endif -%}"
+    "{%- endif -%}",
+)
+"""Qwen3 with variables: `enable_thinking: false` writes an empty thought, `opens` opens one, and
+the first message names the `reasoning_effort`."""
+
+
 def tokenizer_with(template: str | None) -> PreTrainedTokenizerFast:
     tokenizer = byte_tokenizer(512)
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL, "eos_token": "<|im_end|>"})

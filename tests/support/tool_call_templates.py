@@ -109,6 +109,18 @@ TEMPLATES = {
             + "{{- '</invoke>\n' -}}" + _END + "{{- '</minimax:tool_call>' -}}"
         )
     ),
+    "gemma": _template(
+        "{%- macro value(v) -%}{%- if v is string -%}{{- Q + v + Q -}}{%- elif v is mapping -%}"
+        "{{- '{' -}}{%- for k, i in v.items() -%}{{- Q + k + Q + ':' + value(i) -}}"
+        "{{- '' if loop.last else ',' -}}{%- endfor -%}{{- '}' -}}"
+        "{%- elif v is iterable -%}{{- '[' -}}{%- for i in v -%}{{- value(i) -}}"
+        "{{- '' if loop.last else ',' -}}{%- endfor -%}{{- ']' -}}"
+        "{%- else -%}{{- v | tojson -}}{%- endif -%}{%- endmacro -%}".replace("Q", "'<|\"|>'")
+        + _THOUGHT.replace("BEGIN", "'<|channel>thought\n'").replace("END", "'\n<channel|>'")
+        + _EACH + "{{- '<|tool_call>call:' + f.name + '{' -}}" + _ITEMS
+        + "{{- k + ':' + value(v) + ('' if loop.last else ',') -}}" + _END
+        + "{{- '}<tool_call|>' -}}" + _END
+    ),
     "dsml": _template(
         _THINK + _if_calls(
             "{{- '\n\n<｜DSML｜function_calls>\n' -}}" + _EACH

@@ -7,6 +7,13 @@ from hypothesis import strategies as st
 MARKS = {
     "hermes": ["<tool_call>", "</tool_call>"],
     "phi": ["<|tool_call|>", "<|/tool_call|>"],
+    "gemma": [
+        "<|tool_call>", "call:f{", "a:", '<|"|>', "[", "]", "}<tool_call|>", "<|channel>thought",
+        "<channel|>",
+    ],
+    "function_gemma": [
+        "<start_function_call>", "call:f{", "a:", "<escape>", "[", "]", "}<end_function_call>",
+    ],
     "nemotron": ["<TOOLCALL>", "</TOOLCALL>"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"],
     "deepseek": ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json\n",

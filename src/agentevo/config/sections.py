@@ -12,6 +12,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from agentevo.config.parallel import ParallelSection
 from agentevo.config.sft import ConversationKeys, FileOrFolder
+from agentevo.config.template_variables import TemplateVariables
 from agentevo.errors import shown
 from agentevo.runtime.credentials import without_password
 from agentevo.runtime.device_names import DeviceName
@@ -234,6 +235,11 @@ class ModelSection(Section):
     template does not support tools), `plain` (questions and answers as plain text, for base models
     without a template), a Jinja file, which is copied into the run's config.yaml, or the template
     itself. It is saved with the checkpoints."""
+    template: TemplateVariables = Field(default_factory=dict)
+    """Values for variables of the chat template, for example `{enable_thinking: false}` or
+    `{reasoning_effort: low}`. Every rendering uses them; a request to the gateway can replace them
+    with `chat_template_kwargs`. Variables that the template does not read are refused. They are
+    saved with the checkpoints, as a part of the template."""
     device: DeviceName = "auto"
     """The device: an NVIDIA or AMD GPU (`cuda`), a Huawei Ascend (`npu`), an Intel GPU (`xpu`), an
     Apple GPU (`mps`), or the `cpu`. `auto` uses the first available of cuda, npu and xpu, else the

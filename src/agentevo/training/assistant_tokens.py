@@ -42,6 +42,8 @@ from agentevo.models.chat.chat_format import (
     LONG_TEXT,
     OPENS_THINKING,
     end_of_turn_id,
+    ids_of_marks,
+    next_role_marks,
     special_ids,
     thought_of,
 )
@@ -109,6 +111,11 @@ class AssistantTokens:
             tokenizer.unk_token_id if tokenizer.unk_token_id not in boundary_ids else None
         )
         self._ends = _end_ids(tokenizer)
+        self._next_roles = next_role_marks(self._chat_template)
+        """The tokens that end an answer and a message with calls, if the template leaves them to
+        the next message."""
+        if self._next_roles is not None:
+            self._ends.insert(0, set(ids_of_marks(tokenizer, *self._next_roles)))
         self._cuts: dict[int, bool] = {}
 
     def encode(self, conversation: ChatRow) -> tuple[list[TokenRow], bool]:
@@ -201,6 +208,8 @@ class AssistantTokens:
             whole_text = _finish_thought(
                 prompt_text, self._render(messages[: place + 1], tools), messages[place]
             )
+            if self._next_roles is not None:
+                whole_text += self._next_roles[bool(messages[place].get("tool_calls"))]
             prompt = self._encode_after(text, ids, prompt_text)
             whole_ids = self._encode_after(text, ids, whole_text)
             if whole_ids[: len(prompt)] != prompt:
@@ -385,7 +394,9 @@ def _finish_thought(prompt: str, rendering: str, message: dict[str, Any]) -> str
     if not rendering.startswith(before):
         return rendering
 
-    if answer.startswith("<think>"):
+    if answer.startswith("<think></think>"):  # as a template writes it in a history
+        answer = answer.removeprefix("<think></think>")
+    elif answer.startswith("<think>"):
         # Otherwise the thought is the template's, which is to agree.
         content_has_thought = message["content"].startswith("<think>")
         return prompt + answer.removeprefix("<think>") if content_has_thought else rendering

@@ -56,6 +56,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
         ),
         logprobs=logprobs,
         top_logprobs=top_logprobs,
+        **fields.template_of(body, body.get("reasoning_effort")),
         **fields.of_completions(body),
     )
 

@@ -74,6 +74,14 @@ def of_completions(body: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def template_of(body: Mapping[str, Any], effort: Any) -> dict[str, Any]:
+    """The fields of a ModelRequest for the chat template's variables. `effort`: the value of the
+    API's own field for the reasoning effort."""
+    if effort is not None and not isinstance(effort, str):
+        raise BadRequestError(f"the reasoning effort is {shown(effort)}: give a text")
+    return {"template": object_in(body, "chat_template_kwargs"), "effort": effort}
+
+
 def boolean(body: Mapping[str, Any], key: str) -> bool:
     """Absent and null are false."""
     value = body.get(key)
@@ -173,12 +181,6 @@ def no_other_service(body: Mapping[str, Any]) -> None:
         if body.get(key):
             raise Refusal(f"{key!r} is not supported: use tools", param=key)
 
-    if body.get("chat_template_kwargs"):
-        raise Refusal(
-            "chat_template_kwargs is not supported: the policy is trained with the recipe's "
-            "template; leave it out, and set model.chat_template to one with these settings",
-            param="chat_template_kwargs",
-        )
     if body.get("modalities") not in (None, [], ["text"]):
         raise Refusal(
             f"modalities {shown(body['modalities'])} is not supported: the policy writes texts "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +13,7 @@ from agentevo.runtime.trace_header import HEADER
 from agentevo.store.trace_context import Asker, TracePlace
 from agentevo.types import Message, SamplingOverrides, ToolCall, Turn
 
+EFFORT = "reasoning_effort"
 Prompt = list[Message] | list[int] | str
 """A whole history, token ids, or a text without a chat."""
 
@@ -30,6 +32,10 @@ class ModelRequest:
     form: AnswerForm | None = None
     """The required form of the answer; None for any text."""
     overrides: SamplingOverrides | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the chat template's variables."""
+    effort: str | None = None
+    """The value of the template's variable `reasoning_effort`, if it has one."""
     n: int = 1
     """How many completions of each prompt."""
     model: str
@@ -47,6 +53,11 @@ class ModelRequest:
     def may_call(self) -> bool:
         """Whether tool calls are parsed from an answer."""
         return bool(self.tools) and (self.form is None or self.form.calls != "none")
+
+    def template_values(self, variables: Container[str]) -> dict[str, Any]:
+        """The values for a template that reads these variables."""
+        has_effort = self.effort is not None and EFFORT in variables
+        return {**({EFFORT: self.effort} if has_effort else {}), **self.template}
 
     @property
     def has_messages(self) -> bool:

@@ -55,7 +55,7 @@ _ECHOED: dict[str, Any] = {
 """The fields of a request that its answer repeats, and their defaults."""
 _KNOWN = (fields.SAMPLING_KEYS | _ECHOED.keys()) | fields.keys_of(
     "input stream_options include background prompt_cache_retention prompt_cache_options "
-    "client_metadata return_token_ids"
+    "client_metadata return_token_ids chat_template_kwargs"
 )
 _SCHEMA_KEYS = ("name", "description", "parameters", "strict")
 _TOOL_KEYS = {*_SCHEMA_KEYS, "type"}
@@ -119,6 +119,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
         logprobs=LOGPROBS in include,
         top_logprobs=fields.top_logprobs_of(body, "top_logprobs"),
         token_ids=fields.boolean(body, "return_token_ids"),
+        **fields.template_of(body, fields.object_in(body, "reasoning").get("effort")),
     )
 
 

@@ -36,6 +36,7 @@ from agentevo.inference.remote_models import RemoteConversations
 from agentevo.inference.remote_models.conversations import POLICY
 from agentevo.models.chat.answer_form import opening_after
 from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.chat.chat_template import TemplateValues
 from agentevo.models.tool_calls import ContentDelta, Delta, ReasoningDelta
 from agentevo.runtime.event_loop import gather_all
 from agentevo.store.call_log import set_asker
@@ -62,6 +63,12 @@ async def completed_remotely(
         raise Refusal(
             f"{request.model} is a remote model, whose tokens the gateway does not know: send "
             "messages, and leave out token ids and log-probs"
+        )
+    if request.template:
+        raise Refusal(
+            f"{request.model} is a remote model, whose chat template belongs to its own server: "
+            "leave chat_template_kwargs out",
+            param="chat_template_kwargs",
         )
 
     passed_on: set[tuple[int, type]] = set()
@@ -272,7 +279,10 @@ class GatewaySession(AttemptSession):
         on_pieces: OnPieces | None,
     ) -> list[ModelReply]:
         """The answers to one of the request's prompts."""
-        chat = conversation.chat
+        template = (
+            request.template_values(conversation.chat.variables) if request.has_messages else {}
+        )
+        chat = conversation.chat.with_values(TemplateValues.of(template))
         opening = "" if request.is_plain else opening_after(chat, prompt)
         echo = _text_of(prompt, chat) if request.echo else ""
         answers = [
@@ -293,6 +303,7 @@ class GatewaySession(AttemptSession):
             tools=request.tools,
             overrides=self._admitted_overrides(request.overrides),
             form=request.form,
+            template=template,
             n=request.n,
             listen=None if listening is None else listening.listen,
             sized=note_prompt_size,
@@ -354,7 +365,11 @@ class GatewaySession(AttemptSession):
         with self._count_request():
             messages = with_names(cast("list[Message]", request.prompt))
             conversation = self.conversation_of(request.model)
-            return await conversation.count_tokens(messages, tools=request.tools)
+            return await conversation.count_tokens(
+                messages,
+                tools=request.tools,
+                template=request.template_values(conversation.chat.variables),
+            )
 
     async def close(self) -> None:
         """Ends its conversations."""

@@ -87,7 +87,7 @@ _SHAPES = (
 )
 """Keys of a model's config.json that name no file and no code."""
 _MODEL = _keys(
-    "dtype device",
+    "dtype device template",
     name=_check_model_name,
     chat_template=_check_template,
     config_overrides=_keys(_SHAPES),

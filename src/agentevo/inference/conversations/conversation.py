@@ -4,8 +4,9 @@
 `complete(messages)` takes the whole history, as a chat API does. It finds the longest recorded
 history that the messages begin with (history.py) and encodes only the messages after it, so the
 model's own text is never encoded again. A history that was edited matches less, and its turn starts
-a new branch or root (types.Turn.parent). A request with other tools also starts a new root, because
-the template writes the tools before the first message. Messages that come back in another form than
+a new branch or root (types.Turn.parent). A request with other tools, or other values of the
+template's variables, also starts a new root, because the template writes them before the first
+message. Messages that come back in another form than
 recorded are counted (drift.py). Token ids in place of messages are matched against the recorded
 ids, and so is a plain text (plain_prompts.py).
 
@@ -45,7 +46,7 @@ from agentevo.inference.engine import Engine, SleepingEngine, TokenListener
 from agentevo.inference.token_listeners import StreamedTokens
 from agentevo.models.chat.answer_form import AnswerForm, grammar_of
 from agentevo.models.chat.chat_format import LONG_TEXT, ChatFormat, is_long, num_characters
-from agentevo.models.chat.chat_template import ToolSchemas
+from agentevo.models.chat.chat_template import OWN_VALUES, TemplateValues, ToolSchemas
 from agentevo.runtime.event_loop import gather_all, in_thread, outside_scopes
 from agentevo.runtime.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls, RunningCall
@@ -171,6 +172,7 @@ class Conversation:
         tools: Sequence[Mapping[str, Any]] | None = None,
         overrides: SamplingOverrides | None = None,
         form: AnswerForm | None = None,
+        template: Mapping[str, Any] | None = None,
         n: int = 1,
         listen: CompletionListener | None = None,
         sized: Callable[[int, int], None] | None = None,
@@ -180,20 +182,22 @@ class Conversation:
         """Samples `n` answers of the policy and records them as turns with one parent. Either all
         of them are recorded, or none. The prompt is a history that ends with another party's
         message, token ids, or a plain text. `tools` are JSON schemas in OpenAI's form, which the
-        chat template writes into the prompt. `form`: the form that the answers must have. `listen`
-        gets every token of every completion before this function returns, the tokens of one
-        completion in order. `sized` is called before the first token with the number of tokens in
-        the prompt, and how many of them were recorded. `drawn` gets the sampled completions, each
-        with the `top_logprobs` likeliest tokens at each position.
+        chat template writes into the prompt. `form`: the form that the answers must have.
+        `template`: values of the template's variables, which replace the model's. `listen` gets
+        every token of every completion before this function returns, the tokens of one completion
+        in order. `sized` is called before the first token with the number of tokens in the prompt,
+        and how many of them were recorded. `drawn` gets the sampled completions, each with the
+        `top_logprobs` likeliest tokens at each position.
 
         Raises BadRequestError for an invalid request, RequestTooLongError when the context is
         full, GrammarError for a form that can't be enforced, DeadlineExceededError when the engine
         is late, ListenerError when `listen` raises.
         """
         check_count(n)
-        grammar = grammar_of(form, self._chat, tools, prompt)
+        values = TemplateValues.of(template)
+        grammar = grammar_of(form, self._chat.with_values(values), tools, prompt)
 
-        joined = await self._join(prompt, ToolSchemas.of(tools))
+        joined = await self._join(prompt, ToolSchemas.of(tools), values)
         room = self._context_length - len(joined.ids)
         if room < 1:
             raise RequestTooLongError(
@@ -264,13 +268,17 @@ class Conversation:
         return str(decode(list(ids))), completions
 
     async def count_tokens(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: Mapping[str, Any] | None = None,
     ) -> int:
         """The number of tokens in the prompt that `complete` would send for this history. The
         prompt may be longer than the model's context. Records nothing, and counts no drift. Raises
         RequestTooLongError if the history is far longer than the context."""
         written = ToolSchemas.of(tools)
-        match = self._histories.find(written, messages)
+        match = self._histories.find(written, messages, TemplateValues.of(template))
         new = list(messages[match.known :])
         characters = num_characters(new) + len(written.as_json)
         longest = max(COUNTED_CHARACTERS * self._context_length, LONG_TEXT)
@@ -285,7 +293,7 @@ class Conversation:
 
     async def check(self, prompt: str | Sequence[int | Message]) -> None:
         """Checks a prompt that is a text or token ids. Raises the same errors as `complete`."""
-        await self._join(prompt, ToolSchemas())
+        await self._join(prompt, ToolSchemas(), OWN_VALUES)
 
     def recognise(self, turn: int, message: Message) -> None:
         """Registers another form of the answer of turn `turn`: a history with `message` in its
@@ -360,21 +368,25 @@ class Conversation:
 
     def opening(self, turn: Turn) -> str:
         """The text that the prompt of a turn put in the assistant's place, such as "<think>\\n"."""
-        return self._chat.opening_of(turn.prompt_ids)
+        answer = self._answers[turn.index]
+        values = OWN_VALUES if answer is None else answer.values
+        return self._chat.with_values(values).opening_of(turn.prompt_ids)
 
     async def close(self) -> None:
         """Ends the conversation and frees the engine's memory of it. Later calls fail."""
         self._closed = True
         await self._engine.release(self._name)
 
-    async def _join(self, prompt: str | Sequence[int | Message], tools: ToolSchemas) -> _Prompt:
+    async def _join(
+        self, prompt: str | Sequence[int | Message], tools: ToolSchemas, values: TemplateValues
+    ) -> _Prompt:
         if isinstance(prompt, str):
             return await self._join_text(prompt)
         if prompt and isinstance(prompt[0], int):
             return self._join_ids(cast("Sequence[int]", prompt))
 
         messages = cast("Sequence[Message]", prompt)
-        match = self._histories.find(tools, messages)
+        match = self._histories.find(tools, messages, values)
         before = self._recorded_of(match)
         new = list(messages[match.known :])
         self._check_length(len(before), num_characters(new) + len(tools.as_json), len(new))
@@ -392,13 +404,15 @@ class Conversation:
     async def _encode_new(self, match: HistoryMatch, new: list[Message]) -> list[int]:
         """The ids of the messages after that answer."""
         tools = match.root.tools
+        chat = self._chat.with_values(match.root.values)
         parent = None if match.answer is None else match.answer.turn
 
         def encode() -> list[int]:
             if parent is None:
-                return self._chat.first_prompt(new, tools)
-            ended_with_stop = self._turns[parent].completion_ids[-1] in self._chat.end_ids
-            return self._chat.continuation(new, ended_with_stop=ended_with_stop, tools=tools)
+                return chat.first_prompt(new, tools)
+            last_id = self._turns[parent].completion_ids[-1]
+            ended_with_stop = chat.has_ended(last_id, new, tools)
+            return chat.continuation(new, ended_with_stop=ended_with_stop, tools=tools)
 
         # Short messages are encoded in this thread, so that the order of events decides which
         # requests share a step.

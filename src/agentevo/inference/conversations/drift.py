@@ -1,7 +1,8 @@
 """Drift: answers of the policy that come back in another form than they were recorded.
 
     undone    the client wrote an answer in a form of its own (equivalence.py): its ids are reused
-    branched  the history can't be joined exactly: it was edited, cut, or asked with other tools
+    branched  the history can't be joined exactly: it was edited, cut, or asked with other
+              tools or other values of the template's variables
 
 A request branches in two cases: an assistant's message matches no answer that was recorded at its
 place, although answers were recorded there; or the answer was recorded at another place, because
@@ -141,7 +142,12 @@ class Drift:
         candidates = named or self._said.get(key_of(message, -1), [])
         return max(
             candidates,
-            key=lambda node: (node.tools == match.root.tools, node.size == number + 1, node.turn),
+            key=lambda node: (
+                node.tools == match.root.tools,
+                node.values == match.root.values,
+                node.size == number + 1,
+                node.turn,
+            ),
             default=None,
         )
 
@@ -154,6 +160,9 @@ def _compare_request(match: HistoryMatch, number: int, original: HistoryNode) ->
     if original.tools != match.root.tools:
         texts = original.tools.as_json, match.root.tools.as_json
         return _DriftEvent("tools_changed", first, texts)
+    if original.values != match.root.values:
+        texts = original.values.as_json, match.root.values.as_json
+        return _DriftEvent("template_changed", first, texts)
 
     last = _common(recorded[first:][::-1], came[first:][::-1], match)
     replaced = [node.forms[-1] for node in recorded[first : len(recorded) - last]]

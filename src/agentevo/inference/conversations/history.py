@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from agentevo.inference.conversations.equivalence import compatible, key_of, names_calls, places_of
-from agentevo.models.chat.chat_template import ToolSchemas
+from agentevo.models.chat.chat_template import OWN_VALUES, TemplateValues, ToolSchemas
 from agentevo.types import Message
 
 
@@ -33,11 +33,15 @@ class HistoryNode:
 
     __slots__ = (
         "_by_call", "_by_form", "_by_key", "_is_keyed", "_num_keyed", "came", "children", "forms",
-        "is_given", "is_lost", "parent", "place", "size", "tools", "turn",
+        "is_given", "is_lost", "parent", "place", "size", "tools", "turn", "values",
     )  # fmt: skip
 
-    def __init__(self, tools: ToolSchemas, parent: HistoryNode | None = None) -> None:
+    def __init__(
+        self, tools: ToolSchemas, values: TemplateValues, parent: HistoryNode | None = None
+    ) -> None:
         self.tools = tools
+        self.values = values
+        """The values that the requests give to variables of the chat template."""
         self.parent = parent
         self.size: int = 0 if parent is None else parent.size + 1
         """The number of messages up to and including this one."""
@@ -66,7 +70,7 @@ class HistoryNode:
 
     def add(self, message: Message, place: int) -> HistoryNode:
         """Adds a child."""
-        child = HistoryNode(self.tools, self)
+        child = HistoryNode(self.tools, self.values, self)
         child.place = place
         self.children.append(child)
         self._write(child, message)
@@ -195,16 +199,21 @@ class HistoryMatch:
 class Histories:
     """The histories of one conversation. See the module."""
 
-    roots: dict[ToolSchemas, HistoryNode] = field(default_factory=dict)
-    """Tools of the requests -> the root of their histories."""
+    roots: dict[tuple[ToolSchemas, TemplateValues], HistoryNode] = field(default_factory=dict)
+    """Tools and template values of the requests -> the root of their histories."""
     serves_clients: bool = False
     """Whether any answer was passed on to a client."""
 
-    def find(self, tools: ToolSchemas, messages: Sequence[Message]) -> HistoryMatch:
+    def find(
+        self,
+        tools: ToolSchemas,
+        messages: Sequence[Message],
+        values: TemplateValues = OWN_VALUES,
+    ) -> HistoryMatch:
         """Finds the place of a request, and adds nothing. The last message counts as new, unless
         its role is assistant: a client may ask to continue an answer, such as one that was cut off,
         without a new message."""
-        root = self.roots.get(tools) or HistoryNode(tools)
+        root = self.roots.get((tools, values)) or HistoryNode(tools, values)
         places = places_of(messages)
         goes_on = bool(messages) and messages[-1].role == "assistant"
 
@@ -264,7 +273,9 @@ class Histories:
 
     def add(self, match: HistoryMatch) -> HistoryNode:
         """Adds all messages of the request, and returns the node of the last one."""
-        node = match.answer or self.roots.setdefault(match.root.tools, match.root)
+        node = match.answer or self.roots.setdefault(
+            (match.root.tools, match.root.values), match.root
+        )
         for message, place in zip(
             match.messages[match.known :], match.places[match.known :], strict=True
         ):

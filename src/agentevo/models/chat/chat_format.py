@@ -35,24 +35,30 @@ from itertools import takewhile
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from agentevo.data.message_markers import CUT, encode_rendering
-from agentevo.errors import ModelError
+from agentevo.errors import BadRequestError, ModelError
 from agentevo.models.chat.call_notation import CallNotation, call_notation
 from agentevo.models.chat.chat_template import (
     NO_TOOLS,
+    OWN_VALUES,
     ChatTemplate,
+    TemplateValues,
     ToolSchemas,
-    begins_texts_with_bos,
 )
+from agentevo.models.chat.model_template import begins_texts_with_bos
+from agentevo.models.chat.template_variables import why_refused
 from agentevo.models.chat.text_stream import TextStream, before_stop
 from agentevo.models.chat.token_texts import TokenTexts
 from agentevo.models.token_rows import num_tokens
 from agentevo.models.tool_calls import ToolCallParser, find_parser
+from agentevo.models.tool_calls.families import GEMMA, GLM
 from agentevo.models.tool_calls.harmony import ENDS as HARMONY_ENDS
-from agentevo.models.tool_calls.parser import HARMONY
+from agentevo.models.tool_calls.parser import HARMONY, THOUGHTS
 from agentevo.types import Message, ToolCall
 
 CACHED_MESSAGES = 8192
 """The number of cached encodings of messages."""
+CACHED_VARIANTS = 64
+"""The number of cached chat formats with other values of the template's variables."""
 LONG_TEXT = 50_000
 """The number of characters that take about 10 ms to encode. Longer texts are not cached."""
 _FIRST = "probefirst"
@@ -60,6 +66,15 @@ _SECOND = "probesecond"
 _ASKED = "probequestion"
 _SYSTEM = "probesystem"
 _USER = Message("user", _ASKED)
+_TAIL = max(map(len, THOUGHTS)) + len("\n")
+"""The most tokens that the beginning of a thought can have."""
+_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
+_ENDS_BY_FAMILY = {
+    HARMONY: ("<|return|>", "<|call|>"),
+    GEMMA: ("<|tool_response>",),
+    GLM: ("<|user|>", "<|observation|>"),
+}
+"""Parser -> the tokens that end answers in its family, beside the declared ones."""
 OPENS_THINKING = re.compile(r"<think>\s*$")
 
 
@@ -83,17 +98,27 @@ class ChatFormat:
     the template can't be continued."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        generation_config: GenerationConfig | None = None,
+        template: ChatTemplate | None = None,
     ) -> None:
+        """`template`: the tokenizer's, with values of its variables."""
         self.tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer)
-        self.end_of_turn_id, self._end_in_history = turn_ends(tokenizer)
-        is_harmony = self.parser.name == HARMONY
+        self._generation_config = generation_config
+        self._template = ChatTemplate(tokenizer) if template is None else template
         declared = [
-            *(harmony_ids(tokenizer, "<|return|>", "<|call|>") if is_harmony else ()),
+            *ids_of_marks(tokenizer, *_ENDS_BY_FAMILY.get(self.parser.name, ())),
             *_eos_ids(tokenizer.eos_token_id),
             *_eos_ids(getattr(generation_config, "eos_token_id", None)),
         ]
+        next_role = next_role_id(self._template)
+        self._ends_at_next_role = next_role is not None and next_role in declared
+        """Whether the token that begins the next message ends an answer (GLM)."""
+        if next_role is not None and self._ends_at_next_role:
+            self.end_of_turn_id = self._end_in_history = next_role
+        else:
+            self.end_of_turn_id, self._end_in_history = turn_ends(self._template)
         within = {self._end_in_history} - {self.end_of_turn_id}
         self.end_ids = tuple(sorted({self.end_of_turn_id, *declared} - within))
         """The ids that end a completion. They are the engine's stop tokens."""
@@ -104,6 +129,7 @@ class ChatFormat:
         self._first_prompt = lru_cache(CACHED_MESSAGES)(self._compute_first_prompt)
         self._continuation = lru_cache(CACHED_MESSAGES)(self._compute_continuation)
         self._tools_problem = lru_cache(CACHED_MESSAGES)(self._probe_tools)
+        self._variant = lru_cache(CACHED_VARIANTS)(self._make_variant)
         self.opening = self._check_history([_USER])
         """The generation prompt's text after the header of a finished message: "" or the
         beginning of a thought, such as "<think>\\n"."""
@@ -120,6 +146,34 @@ class ChatFormat:
     def num_tokens(self) -> int:
         """The number of token ids. All ids of a prompt are smaller."""
         return num_tokens(self.tokenizer)
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The variables of the template that a request may set."""
+        return self._template.variables
+
+    def with_values(self, values: TemplateValues) -> ChatFormat:
+        """The chat format of requests that give the template's variables other values than the
+        model's section. Raises BadRequestError for variables that the template does not read, and
+        for values with which it can't be continued."""
+        return self if values == OWN_VALUES else self._variant(values)
+
+    def _make_variant(self, values: TemplateValues) -> ChatFormat:
+        problem = why_refused(json.loads(values.as_json), self.variables)
+        if problem is not None:
+            raise BadRequestError(f"chat_template_kwargs: {problem}")
+
+        try:
+            template = self._template.with_values(values)
+            variant = ChatFormat(self.tokenizer, self._generation_config, template)
+        except ModelError as error:
+            raise BadRequestError(f"chat_template_kwargs: with these values, {error}") from error
+        if variant.end_ids != self.end_ids:
+            raise BadRequestError(
+                "chat_template_kwargs: with these values, the template ends an answer with other "
+                "tokens: set them as model.template"
+            )
+        return variant
 
     def first_prompt(self, messages: Sequence[Message], tools: ToolSchemas = NO_TOOLS) -> list[int]:
         """The ids of a new conversation, up to the start of the assistant's answer."""
@@ -138,6 +192,15 @@ class ChatFormat:
         """
         encode = self._compute_continuation if is_long(messages) else self._continuation
         return list(encode(tuple(messages), tools, ended_with_stop))
+
+    def has_ended(
+        self, last_id: int, messages: Sequence[Message], tools: ToolSchemas = NO_TOOLS
+    ) -> bool:
+        """Whether a completion with this last id has ended with the token that the continuation
+        with these messages would begin with (`ended_with_stop`)."""
+        if self._ends_at_next_role:
+            return last_id == self.continuation(messages, ended_with_stop=False, tools=tools)[0]
+        return last_id in self.end_ids
 
     def completion(self, message: Message) -> list[int]:
         """The ids of an assistant's message that the policy did not sample (a demonstration), in
@@ -207,11 +270,14 @@ class ChatFormat:
         return TokenTexts(self.tokenizer)
 
     def opening_of(self, prompt_ids: Sequence[int]) -> str:
-        """The part of this prompt that is in the assistant's place: `opening`, or an empty text."""
-        if not self.opening:
-            return ""
-        end = str(self.tokenizer.decode(list(prompt_ids[-len(self.opening) - 1 :])))
-        return self.opening if end.endswith(self.opening) else ""
+        """The part of this prompt that is in the assistant's place: `opening`, the beginning of a
+        thought (which a template may write for some values of its variables), or an empty text."""
+        end = str(self.tokenizer.decode(list(prompt_ids[-max(len(self.opening), _TAIL) - 1 :])))
+        if self.opening and end.endswith(self.opening):
+            return self.opening
+        begun = end.rstrip()
+        mark = next((mark for mark in self.parser.thoughts if begun.endswith(mark)), None)
+        return "" if mark is None else mark + end[len(begun) :]
 
     def _compute_first_prompt(self, messages: tuple[Message, ...], tools: ToolSchemas) -> list[int]:
         if not messages:
@@ -300,9 +366,14 @@ class ChatFormat:
         rendered = self._template.render([_USER, message], prompt=False)
         answer = rendered.removeprefix(prompt)
         ends = [self.end_of_turn_id, *(self.end_ids if self._omitted_header else ())]
+        if message.tool_calls:
+            ends += self._ends_of_calls
         marks = map(str, self.tokenizer.convert_ids_to_tokens(ends))
         cuts = ((*answer.rpartition(mark)[:2], end) for mark, end in zip(marks, ends, strict=True))
         text, found_mark, end = next((cut for cut in cuts if cut[1]), ("", "", ends[0]))
+        if self._ends_at_next_role:
+            end = self._ends_of_calls[0] if message.tool_calls else self.end_of_turn_id
+            text, found_mark = answer, answer
         if not rendered.startswith(prompt) or not found_mark:
             raise ModelError(
                 "the chat template begins or ends an assistant's message with tool calls or "
@@ -318,6 +389,12 @@ class ChatFormat:
             )
 
         return text, end
+
+    @cached_property
+    def _ends_of_calls(self) -> list[int]:
+        """The token that ends a message with tool calls in a history, if it is known."""
+        ids = self._after_tool_calls((Message("tool", _FIRST, name="probename"),), NO_TOOLS)
+        return [] if ids is None else ids[:1]
 
     def _encode(self, text: str) -> list[int]:
         ids = encode_rendering(self.tokenizer, text)
@@ -354,9 +431,13 @@ class ChatFormat:
         twice = render([first, _USER, second, _USER], prompt=True)
 
         header, sentinel, after_first = once.partition(_FIRST)
-        if self.parser.name == HARMONY and header.startswith(generation):
-            self._omitted_header = header[len(generation) :]
+        omitted = header[len(generation) :] if header.startswith(generation) else ""
+        is_thought = not omitted.strip() or _EMPTY_THOUGHT.fullmatch(omitted.lstrip())
+        if omitted and (self.parser.name == HARMONY or is_thought):
+            self._omitted_header = omitted
             header = generation
+        elif not generation.startswith(header):  # the thought of a finished message is left out
+            header = _EMPTY_THOUGHT.sub("", header)
 
         if not sentinel or not generation.startswith(header):
             raise ModelError(
@@ -401,10 +482,33 @@ class ChatFormat:
         return None
 
 
+def next_role_id(template: ChatTemplate) -> int | None:
+    """The special token right after an assistant's message that another message follows, in a
+    template that ends the last message with nothing. None for other templates."""
+    tokenizer = template.tokenizer
+    conversation = [_USER, Message("assistant", _FIRST)]
+    if _after(_FIRST, template.render(conversation, prompt=False)).strip():
+        return None
+
+    text = _after(_FIRST, template.render([*conversation, _USER], prompt=True))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids[0] if ids and ids[0] in special_ids(tokenizer) else None
+
+
+def next_role_marks(template: ChatTemplate) -> tuple[str, str] | None:
+    """The tokens that end an answer and a message with tool calls, in a family whose template
+    leaves the end of a message to the beginning of the next one. None for other templates."""
+    if find_parser(str(template.tokenizer.get_chat_template())).name != GLM:
+        return None
+    answer, calls = _ENDS_BY_FAMILY[GLM]
+    known = ids_of_marks(template.tokenizer, answer, calls)
+    return (answer, calls) if len(known) == 2 and next_role_id(template) in known else None
+
+
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The first special token after an assistant's message. It must be the same whether or not
     another message follows. Raises ModelError if there is none."""
-    last, in_history = turn_ends(tokenizer)
+    last, in_history = turn_ends(ChatTemplate(tokenizer))
     if last != in_history:
         raise ModelError(
             _refusal("it ends an assistant's message differently once another message follows")
@@ -412,11 +516,11 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return last
 
 
-def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+def turn_ends(template: ChatTemplate) -> tuple[int, int]:
     """The first special tokens after an assistant's message: after the last message, and after one
     that others follow. Only Harmony's templates may have different ones. Raises ModelError for
     other templates with different tokens, and for templates without such a token."""
-    template = ChatTemplate(tokenizer)
+    tokenizer = template.tokenizer
 
     def after_answer(messages: list[Message], *, prompt: bool) -> list[int]:
         text = template.render([_USER, Message("assistant", _FIRST), *messages], prompt=prompt)
@@ -435,7 +539,7 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
 
     followed = after_answer([_USER], prompt=True)[: end + 1]
     is_harmony = find_parser(str(tokenizer.get_chat_template())).name == HARMONY
-    harmony_ends = harmony_ids(tokenizer, *HARMONY_ENDS) if is_harmony else []
+    harmony_ends = ids_of_marks(tokenizer, *HARMONY_ENDS) if is_harmony else []
     if followed != last[: end + 1] and not (
         followed[:end] == last[:end] and {*followed[end:], last[end]} <= set(harmony_ends)
     ):
@@ -446,8 +550,8 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     return last[end], followed[end]
 
 
-def harmony_ids(tokenizer: PreTrainedTokenizerBase, *texts: str) -> list[int]:
-    """The ids of Harmony's marks that this tokenizer has as tokens."""
+def ids_of_marks(tokenizer: PreTrainedTokenizerBase, *texts: str) -> list[int]:
+    """The ids of those marks that this tokenizer has as tokens."""
     vocabulary = tokenizer.get_vocab()
     return [vocabulary[text] for text in texts if text in vocabulary]
 

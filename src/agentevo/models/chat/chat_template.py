@@ -25,7 +25,8 @@ from transformers import PreTrainedTokenizerBase
 from agentevo.data.message_markers import MessageMarkers
 from agentevo.data.messages import REASONING_KEYS
 from agentevo.errors import ModelError
-from agentevo.models.chat.template_rendering import current_render
+from agentevo.models.chat.template_rendering import TemplateRenderer, current_renderer
+from agentevo.models.chat.template_variables import variables_of
 from agentevo.types import ImagePart, Message, ToolCall
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
@@ -49,6 +50,21 @@ NO_TOOLS = ToolSchemas()
 
 
 @dataclass(frozen=True)
+class TemplateValues:
+    """Values that a request gives to variables of the template, as a JSON object; empty for the
+    values of the model's section."""
+
+    as_json: str = ""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any] | None) -> TemplateValues:
+        return cls(json.dumps(dict(values), sort_keys=True)) if values else cls()
+
+
+OWN_VALUES = TemplateValues()
+
+
+@dataclass(frozen=True)
 class CallForm:
     """The form in which a template needs an assistant's tool calls."""
 
@@ -62,26 +78,41 @@ USUAL_FORM = CallForm("", arguments_as_text=False)
 """The usual form, also for conversations without calls."""
 
 
-def begins_texts_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer puts its bos_token at the beginning of a text."""
-    start = tokenizer.bos_token_id
-    return start is not None and tokenizer.encode("")[:1] == [start]
-
-
 class ChatTemplate:
     """Renders conversations. Raises ModelError for a tokenizer without a chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        values: TemplateValues = OWN_VALUES,
+        renderer: TemplateRenderer | None = None,
+    ) -> None:
         if not tokenizer.chat_template:
             raise ModelError(
                 "the tokenizer has no chat template: set model.chat_template=plain for a base "
                 "model, or choose an instruction-tuned one"
             )
         self.tokenizer = tokenizer
-        self._render_mappings = current_render()
+        self._renderer = current_renderer() if renderer is None else renderer
+        self._values: dict[str, Any] = json.loads(values.as_json or "{}")
         self.markers = MessageMarkers(
-            tokenizer, lambda messages: self._render_mappings(tokenizer, messages, None, True)
+            tokenizer, lambda messages: self._render_mappings(messages, None, prompt=True)
         )
+        self._values = self.markers.cut(self._values, "system")
+
+    def with_values(self, values: TemplateValues) -> ChatTemplate:
+        """The same template, with other values of its variables."""
+        return ChatTemplate(self.tokenizer, values, self._renderer)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The variables of the template that a request may set."""
+        return variables_of(self.tokenizer, self._renderer)
+
+    def _render_mappings(
+        self, messages: list[dict[str, Any]], schemas: Any, *, prompt: bool
+    ) -> str:
+        return self._renderer.render(self.tokenizer, messages, schemas, prompt, self._values)
 
     def render(
         self, messages: Sequence[Message], *, prompt: bool, tools: ToolSchemas = NO_TOOLS
@@ -187,7 +218,7 @@ class ChatTemplate:
     def _apply(self, messages: list[dict[str, Any]], prompt: bool, tools: ToolSchemas) -> str:
         schemas = self.markers.cut(json.loads(tools.as_json), "system") if tools.as_json else None
         try:
-            return self._render_mappings(self.tokenizer, messages, schemas, prompt)
+            return self._render_mappings(messages, schemas, prompt=prompt)
         except TEMPLATE_ERRORS as error:
             roles = ", ".join(message["role"] for message in messages)
             raise ModelError(

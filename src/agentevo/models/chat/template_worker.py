@@ -2,7 +2,8 @@
 
 A template is a program, which may loop forever, fill the memory or write endless text, in code that
 a thread can't interrupt. A request is {"template", "messages", "tools", "prompt",
-"special_tokens"}, and the answer {"text": ...}, or {"problem": ...}.
+"values"}, and the answer {"text": ...}, or {"problem": ...}. A request with only the template asks
+for the names of its variables: {"variables": [...]}.
 """
 
 from __future__ import annotations
@@ -28,16 +29,39 @@ def _import_renderer() -> Any:
     return render_jinja_template
 
 
+def variables_in(template: str) -> list[str]:
+    """The names that a chat template reads and that its caller may set. Functions that transformers
+    offers to templates are not among them. A name that the template sets is one only if the
+    template also tests whether it is defined. Raises jinja2's TemplateError."""
+    from jinja2 import meta, nodes
+    from transformers.utils import chat_template_utils
+
+    # transformers has no public name for the environment of its templates.
+    environment = chat_template_utils._compile_jinja_template("").environment
+    tree = environment.parse(template)
+    names = meta.find_undeclared_variables(tree) - environment.globals.keys()
+
+    checks = [node for node in tree.find_all(nodes.Test) if node.name in ("defined", "undefined")]
+    checks += [node for node in tree.find_all(nodes.Filter) if node.name in ("default", "d")]
+    tested = {check.node.name for check in checks if isinstance(check.node, nodes.Name)}
+    assigned = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
+    parameters = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "param"}
+    return sorted(names - (assigned - (tested - parameters)))
+
+
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
-    """Renders one conversation as `tokenizer.apply_chat_template` does."""
+    """Renders one conversation as `tokenizer.apply_chat_template` does, or lists the template's
+    variables."""
     render = _import_renderer()
     try:
+        if "messages" not in request:
+            return {"variables": variables_in(request["template"])}
         (text,), _ = render(
             conversations=[request["messages"]],
             tools=request["tools"],
             chat_template=request["template"],
             add_generation_prompt=request["prompt"],
-            **request["special_tokens"],
+            **request["values"],
         )
     except MemoryError:
         return {"problem": f"it takes more than {MAX_MEMORY // 2**20} MiB of memory"}
@@ -54,7 +78,8 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
 def longest_rendering(request: dict[str, Any]) -> int:
     """The maximum number of characters of a rendering. Templates escape and wrap their input."""
-    input_chars = len(repr(request["messages"])) + len(repr(request["tools"]))
+    given = ("messages", "tools", "values")
+    input_chars = sum(len(repr(request[key])) for key in given)
     return len(request["template"]) + 4 * input_chars + 2**16
 
 

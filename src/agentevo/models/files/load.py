@@ -24,9 +24,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from agentevo.config.sections import CHAT_TEMPLATES, PLAIN
 from agentevo.errors import ConfigError, ModelError
-from agentevo.models.chat.chat_template import begins_texts_with_bos
+from agentevo.models.chat.model_template import set_template
 from agentevo.models.checkpoint_manifest import verify_model
 from agentevo.models.compute.adapters import (
     add_adapter,
@@ -47,7 +46,6 @@ from agentevo.runtime.parsing import read_json_object
 if TYPE_CHECKING:
     from agentevo.config import ModelSection
 
-TEMPLATES = Path(__file__).parents[1] / "chat" / "templates"
 _CAUSAL = "a causal language model"
 
 
@@ -77,20 +75,8 @@ def load_model(
     `UnknownNameError`, with the remedy, if the model can't be found, read or put on the device.
     """
     loaded = _load(section, corpus, seed, progress)
-    if section.chat_template is not None:
-        template = template_text(section.chat_template)
-        if section.chat_template == PLAIN and begins_texts_with_bos(loaded.tokenizer):
-            template = "{{- bos_token -}}" + template
-        loaded.tokenizer.chat_template = template
+    set_template(loaded.tokenizer, section)
     return loaded
-
-
-def template_text(template: str) -> str:
-    """The text of a recipe's chat template: the value itself, or the text of a template that
-    AgentEvo ships."""
-    if template in CHAT_TEMPLATES:
-        return (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
-    return template
 
 
 def _load(
@@ -235,8 +221,7 @@ def load_hollow(section: ModelSection, folder: Path, seed: int = 0) -> LoadedMod
     model = hollow_model(section, folder)
     tokenizer = load_tokenizer(f"model {section.name!r}", folder)
     _check_rows(section.name, model, tokenizer)
-    if section.chat_template is not None:
-        tokenizer.chat_template = template_text(section.chat_template)
+    set_template(tokenizer, section)
     if section.lora.enabled and section.lora.adapter is None:
         model = add_adapter(model, section.lora, seed)
     return LoadedModel(model, tokenizer, section.name)

@@ -7,14 +7,17 @@ from dataclasses import replace
 from functools import partial
 
 from agentevo.errors import UnknownNameError
+from agentevo.models.tool_calls.gemma import FUNCTION_GEMMA_CALLS, GEMMA_CALLS
 from agentevo.models.tool_calls.harmony import read_harmony
 from agentevo.models.tool_calls.json_notation import read_blocks, read_json
 from agentevo.models.tool_calls.llama import read_llama, read_pythonic
 from agentevo.models.tool_calls.named_json import DEEPSEEK, KIMI, MISTRAL
 from agentevo.models.tool_calls.parser import HARMONY, THOUGHTS, ToolCallParser
-from agentevo.models.tool_calls.tags import DSML, GLM, QWEN_CODER, XML
+from agentevo.models.tool_calls.tags import DSML, GLM_CALLS, QWEN_CODER, XML
 from agentevo.runtime.registry import nearest
 
+GEMMA = "gemma"
+GLM = "glm"
 _OBJECT = r'\{[ \t\n\r]*"(?:(?:name|arguments|parameters|type|id)"|[napti][a-z]*\\)'
 """A key may have escapes instead of letters."""
 _MARKED = r"<\|(?:python_tag|python_start|tool_call_start)\|>"
@@ -39,7 +42,9 @@ _PARSERS = (
     ToolCallParser(
         "mistral", MISTRAL.read, shown_by=r"\[TOOL_CALLS\]", begins=re.escape(MISTRAL.begin)
     ),
-    ToolCallParser("glm", GLM.read, shown_by="<arg_key>"),
+    ToolCallParser(GEMMA, GEMMA_CALLS.read, shown_by=r"<\|tool_call>"),
+    ToolCallParser("function_gemma", FUNCTION_GEMMA_CALLS.read, shown_by="<start_function_call>"),
+    ToolCallParser(GLM, GLM_CALLS.read, shown_by="<arg_key>"),
     ToolCallParser("qwen_coder", QWEN_CODER.read, shown_by="<function="),
     ToolCallParser(
         "hermes",

@@ -26,6 +26,7 @@ THOUGHTS = {
     "[THINK]": "[/THINK]",
     "<seed:think>": "</seed:think>",
     "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|channel>thought": "<channel|>",
 }
 """The mark at the beginning of reasoning -> the mark at its end, for all families."""
 HARMONY = "harmony"

@@ -5,7 +5,7 @@
     XML           <invoke name="f"><parameter name="a">1</parameter></invoke>, in
                   <function_calls>, <tool_calls> or <minimax:tool_call>
     DSML          the same with <｜DSML｜invoke ...>, and string="true" on what is a text
-                  (DeepSeek V3.2)
+                  (DeepSeek V3.2 and V4); a call may have a JSON object in place of parameters
 
 A value ends at the first closing tag, because these notations have no escapes.
 """
@@ -17,7 +17,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
 
-from agentevo.models.tool_calls.json_notation import checked_name
+from agentevo.models.tool_calls.json_notation import checked_name, read_arguments
 from agentevo.models.tool_calls.output import OpenCall, ParsedOutput, Recovery, read_call, skip_mark
 from agentevo.models.tool_calls.parameters import json_text
 from agentevo.models.tool_calls.text import CallText, Wait, marks
@@ -44,6 +44,8 @@ class TagCalls:
     has_attributes: bool = False
     """Whether names and keys are attributes called `name`."""
     recovery: Recovery
+    may_have_json: bool = False
+    """Whether a JSON object may be in the place of the parameters."""
     wrappers: tuple[str, ...] = ()
     """Tags that may surround calls. A wrapper that is in `recovery` is the beginning of a call by
     itself. Another wrapper is the beginning only if a call follows."""
@@ -73,6 +75,12 @@ class TagCalls:
         call.set_name(checked_name(text, self._name(text, name)))
         if mark == ">":
             text.take_next()
+
+        yield from text.skip_space()
+        if self.may_have_json and (yield from text.peek()) == "{":
+            yield from read_arguments(text, call)
+            yield from text.expect(self.end)
+            return
 
         while (yield from text.expect(self.parameter, self.end)) == self.parameter:
             attributes = yield from _take_until(text, self.key_end)
@@ -117,7 +125,7 @@ QWEN_CODER = TagCalls(
     wrappers=(_BLOCK,),
     wrapper_ends=(_BLOCK_END,),
 )
-GLM = TagCalls(
+GLM_CALLS = TagCalls(
     begin=_BLOCK,
     name_ends=("\n", "<arg_key>", _BLOCK_END, _BLOCK),
     parameter="<arg_key>",
@@ -137,6 +145,7 @@ def _invocations(prefix: str, *wrappers: str) -> TagCalls:
         value_end=f"</{prefix}parameter>",
         end=f"</{prefix}invoke>",
         has_attributes=True,
+        may_have_json=bool(prefix),
         recovery=Recovery((f"</{prefix}invoke>",), (f"<{prefix}invoke",)),
         wrappers=tuple(f"<{prefix}{name}>" for name in wrappers),
         wrapper_ends=tuple(f"</{prefix}{name}>" for name in wrappers),

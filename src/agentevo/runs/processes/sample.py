@@ -23,6 +23,7 @@ from agentevo.config import RunConfig
 from agentevo.config.named_agents import check_one_policy
 from agentevo.errors import ModelError
 from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.chat.model_template import set_template
 from agentevo.models.compute.positions import context_length
 from agentevo.models.config_overrides import model_config
 from agentevo.models.files.resolve import fetch
@@ -133,7 +134,9 @@ def chat_of_recipe(config: RunConfig) -> tuple[ChatFormat, int]:
     if config.model.name == "tiny":  # created here
         tiny = config.model.tiny
         texts = corpus_of(config) if tiny.tokenizer == "word" else ()
-        return ChatFormat(tiny_tokenizer(tiny, texts)), tiny.context_length
+        own_tokenizer = tiny_tokenizer(tiny, texts)
+        set_template(own_tokenizer, config.model)
+        return ChatFormat(own_tokenizer), tiny.context_length
 
     folder = fetch(config.model.name, None)
     try:
@@ -152,6 +155,7 @@ def chat_of_recipe(config: RunConfig) -> tuple[ChatFormat, int]:
             f"({reason})"
         ) from error
 
+    set_template(tokenizer, config.model)
     return ChatFormat(tokenizer, generation), context_length(shape)
 
 

@@ -1,0 +1,150 @@
+"""Families whose templates end a message with the next role (GLM), leave an opened thought empty
+(Nemotron 3), or end a call at its result (Gemma 4)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from family_templates import GEMMA, GLM, NEMOTRON, family_tokenizer
+
+from agentevo.data import ChatRow
+from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.chat.chat_template import TemplateValues, ToolSchemas
+from agentevo.training.assistant_tokens import AssistantTokens
+from agentevo.types import Message, ToolCall
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+TOOLS = ToolSchemas.of([TOOL])
+USER = Message("user", "1+1?")
+CALLS = (ToolCall("add", '{"a": 1, "b": "x, {y}"}', "call00001"),)
+CALL = Message("assistant", "", CALLS)
+RESULT = Message("tool", "2", tool_call_id="call00001", name="add")
+CHATS = {template: ChatFormat(family_tokenizer(template)) for template in (GLM, NEMOTRON, GEMMA)}
+families = pytest.mark.parametrize("template", CHATS, ids=["glm", "nemotron", "gemma"])
+
+
+def text_of(chat, ids):
+    return chat.tokenizer.decode(ids)
+
+
+def whole(chat, *messages):
+    """The template's own rendering of a history and the generation prompt."""
+    mappings = [
+        {"role": m.role, "content": m.content, "name": m.name}
+        | (
+            {
+                "tool_calls": [
+                    {"function": {"name": c.name, "arguments": json.loads(c.arguments)}}
+                    for c in m.tool_calls
+                ]
+            }
+            if m.tool_calls
+            else {}
+        )
+        for m in messages
+    ]
+    return chat.tokenizer.apply_chat_template(
+        mappings, tools=[TOOL], tokenize=False, add_generation_prompt=True
+    )
+
+
+@families
+def test_a_tool_loop_in_pieces_is_what_the_template_renders(template):
+    chat = CHATS[template]
+    prompt = chat.first_prompt([USER], TOOLS)
+    drawn = chat.completion(CALL)
+    assert drawn[-1] in chat.end_ids
+    assert chat.has_ended(drawn[-1], [RESULT], TOOLS)
+
+    joined = prompt + drawn + chat.continuation([RESULT], ended_with_stop=True, tools=TOOLS)
+    expected = whole(chat, USER, CALL, RESULT)
+    if template == NEMOTRON:  # the drawn text continues the thought that the prompt opens
+        expected = expected.replace("<think></think>", "<think>\n</think>", 1)
+    assert text_of(chat, joined) == expected
+
+
+@families
+def test_a_conversation_in_pieces_is_what_the_template_renders(template):
+    chat = CHATS[template]
+    prompt = text_of(chat, chat.first_prompt([USER], TOOLS))
+    rest = text_of(chat, chat.continuation([USER], ended_with_stop=False, tools=TOOLS))
+    expected = whole(chat, USER, Message("assistant", "two"), USER)
+    assert expected.startswith(prompt.removesuffix(chat.opening))
+    assert expected.endswith("two" + rest)
+    stopped = chat.continuation([USER], ended_with_stop=True, tools=TOOLS)
+    assert stopped == chat.continuation([USER], ended_with_stop=False, tools=TOOLS)[1:]
+
+
+@families
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message("assistant", "two"),
+        CALL,
+        Message("assistant", "two", reasoning="add them"),
+        Message("assistant", "", CALLS, reasoning="add them"),
+    ],
+)
+def test_a_demonstration_is_read_back(template, message):
+    chat = CHATS[template]
+    text = chat.text(chat.completion(message))
+    parsed = chat.parser.parse(text, opening=chat.opening, tools=[TOOL])
+    assert (parsed.content, parsed.reasoning) == (message.text, message.reasoning)
+    assert [(c.name, json.loads(c.arguments)) for c in parsed.tool_calls] == [
+        (c.name, json.loads(c.arguments)) for c in message.tool_calls
+    ]
+    assert parsed.malformed == ()
+
+
+def test_the_role_of_the_next_message_ends_an_answer_of_glm():
+    chat = CHATS[GLM]
+    user, observation, end = chat.tokenizer.convert_tokens_to_ids(
+        ["<|user|>", "<|observation|>", "<|endoftext|>"]
+    )
+    assert chat.end_ids == tuple(sorted([user, observation, end]))
+    assert chat.completion(Message("assistant", "two"))[-1] == user
+    assert chat.completion(Message("assistant", "two", reasoning="so"))[-1] == user
+    assert chat.completion(CALL)[-1] == observation
+
+    # The role is in the history once, also where another one was drawn.
+    assert chat.has_ended(user, [USER]) and not chat.has_ended(observation, [USER])
+    assert chat.has_ended(observation, [RESULT]) and not chat.has_ended(user, [RESULT])
+    assert not chat.has_ended(end, [USER])
+
+
+def test_values_change_what_opens_an_answer():
+    glm = CHATS[GLM].with_values(TemplateValues.of({"enable_thinking": False}))
+    assert text_of(glm, glm.first_prompt([USER])).endswith("<|assistant|>\n<think></think>")
+    assert text_of(glm, glm.completion(Message("assistant", "two"))) == "\ntwo<|user|>"
+    nemotron = CHATS[NEMOTRON]
+    assert nemotron.opening == "<think>\n"
+    without = nemotron.with_values(TemplateValues.of({"enable_thinking": False}))
+    assert text_of(without, without.first_prompt([USER])).endswith("assistant\n<think></think>")
+
+
+@families
+@pytest.mark.parametrize("calls", [False, True])
+def test_rows_of_data_train_what_the_policy_has_to_say(template, calls):
+    chat = CHATS[template]
+    answer = {"role": "assistant", "content": "two"}
+    asks = {"role": "user", "content": "1+1?"}
+    messages = [asks, answer, asks, answer]
+    if calls:
+        call = {"name": "add", "arguments": {"a": 1}}
+        asked = {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}
+        messages = [asks, asked, {"role": "tool", "name": "add", "content": "2"}, answer]
+
+    rows, _ = AssistantTokens(chat.tokenizer, max_tokens=2000).encode(
+        ChatRow("a", messages, [TOOL] if calls else None)
+    )
+    ends = [
+        int(token)
+        for row in rows
+        for token, trained, after in zip(row.ids, row.mask, [*row.mask[1:], False], strict=True)
+        if trained and not after
+    ]
+    names = chat.tokenizer.convert_ids_to_tokens(ends)
+    last = {GLM: "<|user|>", NEMOTRON: "<|im_end|>", GEMMA: "<turn|>"}[template]
+    first = {GLM: "<|observation|>", GEMMA: "<|tool_response>"}.get(template, last)
+    assert names == [first if calls else last, last]
