@@ -50,7 +50,7 @@ def models() -> list[Row]:
     from agentevo.models.known_ways import known_ways, way_of
 
     way = way_of("llama") or ""  # known models and the tiny one are Llamas
-    rows = [
+    rows: list[Row] = [
         (
             "tiny",
             way,
@@ -74,7 +74,7 @@ def recipes() -> list[Row]:
     from agentevo.config.sources import packaged_recipes
     from agentevo.config.sweep import load_sweep
 
-    rows = []
+    rows: list[Row] = []
     for name, path in packaged_recipes().items():
         sweep = load_sweep(name)
         runs = "" if sweep is None else f" (a sweep of {len(sweep.members)} runs)"
