@@ -78,7 +78,7 @@ def distillation_contradictions(config: RunConfig) -> Iterator[str]:
         return
 
     yield from _teacher_problems(section, config)
-    yield from _unsupported(config)
+    yield from _unsupported_keys(config)
     algorithm = config.algorithm
     for key, is_set in (
         ("dynamic_sampling", algorithm.dynamic_sampling > 1),
@@ -118,7 +118,7 @@ def _teacher_problems(section: DistillationSection, config: RunConfig) -> Iterat
         )
 
 
-def _unsupported(config: RunConfig) -> Iterator[str]:
+def _unsupported_keys(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     refused: Mapping[str, bool] = {
         f"algorithm.name={algorithm.name}": algorithm.preference() is not None,

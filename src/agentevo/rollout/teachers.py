@@ -73,7 +73,7 @@ class Teachers:
             [
                 self._with_logprobs(trajectory, calls, task)
                 if trajectory.status == "completed" and trajectory.turns
-                else _unchanged(trajectory)
+                else _keep_trajectory(trajectory)
                 for trajectory in trajectories
             ]
         )
@@ -83,18 +83,18 @@ class Teachers:
     ) -> Trajectory:
         name = teacher_of(task, self._section)
         if name is None:
-            return self._failed(trajectory, f"{TEACHER_PREFIX} failed: its source has none", None)
+            return self._fail(trajectory, f"{TEACHER_PREFIX} failed: its source has none", None)
 
         try:
             if trajectory.id not in calls:
-                return await self._scored(trajectory, self._models[name])
+                return await self._score_with(trajectory, self._models[name])
             with calls[trajectory.id].call("scorer", f"{ROLE} {name}"):
-                return await self._scored(trajectory, self._models[name])
+                return await self._score_with(trajectory, self._models[name])
         except AgentEvoError as error:
             reason = f"{TEACHER_PREFIX} {name!r} failed: {describe_error(error)}"
-            return self._failed(trajectory, reason, error)
+            return self._fail(trajectory, reason, error)
 
-    async def _scored(self, trajectory: Trajectory, model: TeacherModel) -> Trajectory:
+    async def _score_with(self, trajectory: Trajectory, model: TeacherModel) -> Trajectory:
         turns = trajectory.turns
         parents = {turn.parent for turn in turns}
         leaves = [turn.index for turn in turns if turn.index not in parents]
@@ -127,9 +127,7 @@ class Teachers:
 
         return columns
 
-    def _failed(
-        self, trajectory: Trajectory, error: str, raised: BaseException | None
-    ) -> Trajectory:
+    def _fail(self, trajectory: Trajectory, error: str, raised: BaseException | None) -> Trajectory:
         self._show(trajectory.id, error, traceback_of(raised))
         return replace(
             trajectory, status="failed", error=error, reward=0.0, reward_parts={}, success=False
@@ -144,5 +142,5 @@ def path_of(turns: Sequence[Turn], leaf: int) -> list[Turn]:
     return path[::-1]
 
 
-async def _unchanged(trajectory: Trajectory) -> Trajectory:
+async def _keep_trajectory(trajectory: Trajectory) -> Trajectory:
     return trajectory

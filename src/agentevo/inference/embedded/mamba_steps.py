@@ -30,12 +30,12 @@ def bounded_steps(model: nn.Module) -> Iterator[None]:
 
     with ExitStack() as hooks:
         for mixer in _BOUNDED[model]:
-            hooks.enter_context(_bounded(mixer))
+            hooks.enter_context(_time_step_bound(mixer))
         yield
 
 
 @contextmanager
-def _bounded(mixer: Any) -> Iterator[None]:
+def _time_step_bound(mixer: Any) -> Iterator[None]:
     def bound(layer: nn.Module, inputs: Any, projected: torch.Tensor) -> torch.Tensor:
         bias = mixer.dt_bias.to(projected.dtype)
         *others, dt = projected.split([projected.shape[-1] - len(bias), len(bias)], dim=-1)

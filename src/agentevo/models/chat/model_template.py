@@ -93,7 +93,7 @@ def _literal(value: Any) -> str:
         case bool():
             return "true" if value else "false"
         case str():
-            return "'" + "".join(map(_escaped, value)) + "'"
+            return "'" + "".join(map(_escape_char, value)) + "'"
         case Mapping():
             items = (f"{_literal(key)}: {_literal(item)}" for key, item in value.items())
             return "{ " + ", ".join(items) + " }"
@@ -103,5 +103,5 @@ def _literal(value: Any) -> str:
             return json.dumps(value)
 
 
-def _escaped(char: str) -> str:
+def _escape_char(char: str) -> str:
     return char if char.isascii() and char.isalnum() else f"\\U{ord(char):08x}"

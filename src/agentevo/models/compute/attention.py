@@ -37,12 +37,8 @@ from agentevo.errors import ModelError
 from agentevo.models.compute.fused import use_fused_layers
 from agentevo.models.compute.fused_decoder import use_fused_decoder
 from agentevo.models.compute.linear import use_fast_linear
-from agentevo.models.compute.positions import (
-    limit_positions,
-    name_positions,
-    query_factors,
-    scales_by_place,
-)
+from agentevo.models.compute.positions import limit_positions
+from agentevo.models.compute.query_scales import name_positions, query_factors, scales_by_place
 from agentevo.models.compute.rows import use_rows
 from agentevo.models.compute.trial import REMEDY, PlanMissingError, check_layer_types, try_out
 from agentevo.models.compute.windows import Chunk, Window

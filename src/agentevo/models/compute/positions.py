@@ -1,6 +1,5 @@
-"""The longest sequence that a model computes, and the scales of queries: both depend on positions.
-
-Rotary frequencies that depend on the length can limit a sequence.
+"""The longest sequence that a model computes. Rotary frequencies that depend on the length can
+limit it.
 
 Two of transformers' types of RoPE choose frequencies by the longest position of a pass: `dynamic`
 beyond `max_position_embeddings`, and `longrope` (Phi-3-128k, Phi-3.5, Phi-4-mini) beyond
@@ -9,11 +8,6 @@ sequences of the pass. Within one sequence they depend on the length of the answ
 computes other log-probs than the engine. Such a model is exact for sequences up to the border, and
 `limit_positions` refuses longer ones. There is no border if the frequencies on both sides are the
 same (equal `short_factor` and `long_factor`).
-
-Llama 4 scales the queries of layers without RoPE by the position (attn_temperature_tuning), but
-transformers 5.19 takes the place in the pass's row for it. `name_positions` and `query_factors`
-correct that where sequences share a row or are continued. They can go when transformers uses
-`position_ids`.
 """
 
 from __future__ import annotations
@@ -22,12 +16,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import PretrainedConfig
 
 from agentevo.errors import ModelError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -102,33 +96,3 @@ def _refuse_beyond(border: int, module: nn.Module, args: tuple[Any, ...], kwargs
             f"a sequence has {longest} tokens, but beyond {border} the frequencies of this model's "
             f"RoPE ({module.rope_type}) depend on other sequences: shorten the sequence"
         )
-
-
-def name_positions(model: PreTrainedModel) -> None:
-    """Makes the layers that scale their queries by the place in the row pass the true positions on
-    to the attention function, as `row_positions`."""
-    for layer in model.modules():
-        if scales_by_place(getattr(layer, "self_attn", None)):
-            layer.register_forward_pre_hook(_name_positions, with_kwargs=True)
-
-
-def scales_by_place(attention: object) -> bool:
-    """Whether this attention module scales its queries by their place in the row."""
-    return bool(getattr(attention, "attn_temperature_tuning", False)) and not getattr(
-        attention, "use_rope", True
-    )
-
-
-def query_factors(attention: Any, positions: torch.Tensor) -> torch.Tensor:
-    """[..., T] float32: what turns the scales of the places 0 to T - 1 into those of `positions`
-    [..., T]. Exactly 1 where both are the same."""
-
-    def scales(places: torch.Tensor) -> torch.Tensor:
-        steps = torch.floor((places.float() + 1.0) / attention.floor_scale)
-        return torch.log1p(steps) * attention.attn_scale + 1.0
-
-    return scales(positions) / scales(torch.arange(positions.shape[-1], device=positions.device))
-
-
-def _name_positions(module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Any]:
-    return args, {**kwargs, "row_positions": kwargs["position_ids"]}
