@@ -1,5 +1,5 @@
 """The embedded engine with models that compute rows: every log-prob is the one that a full forward
-pass of transformers gives, however the states are kept. Quick."""
+pass of transformers gives, however the states are kept. Quick, but for one test."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import random
 
 import pytest
 import torch
+from slow import soak
 
 from agentevo.config import EngineSection
 from agentevo.errors import EngineError
@@ -16,7 +17,7 @@ from agentevo.inference.embedded.state_scheduler import StateScheduler
 from agentevo.inference.embedded.states import state_support
 from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.models.compute.rows import row_settings
-from agentevo.types import SamplingParams
+from agentevo.types import Completion, SamplingParams
 
 NAMES = ["qwen3-next", "lfm2", "gpt-oss-rows", "mamba", "bloom", "minimax", "rwkv"]
 TOLERANCE = 1e-4
@@ -92,6 +93,31 @@ def test_the_last_chunk_of_a_shared_prefix_is_one_token(name, random_model, comp
         assert difference(logits, prompt, completion, param) < TOLERANCE
 
     assert engine.stats()["engine/prefix_hit_tokens"] == 3 * 17
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3-next", "gpt-oss-rows"])
+def test_a_prompt_of_which_a_step_computes_one_token(name, random_model, difference):
+    """The next turn of a session has 5 new tokens. The step has room for one of them only."""
+    policy = random_model(name)
+    engine = TorchEngine(policy.model, config=EngineSection(prefill_tokens=16))
+
+    async def ask() -> list[tuple[list[int], Completion]]:
+        opening = make_prompt(20, 1)
+        first = await engine.generate(opening, make_params(0), session="s", deadline_s=60)
+        prompts = [make_prompt(31, 2), [*opening, *first.ids, *make_prompt(4, 3)]]
+        completions = await asyncio.gather(
+            *(
+                engine.generate(prompt, make_params(0), session=session, deadline_s=60)
+                for prompt, session in zip(prompts, (None, "s"), strict=True)
+            )
+        )
+        return list(zip(prompts, completions, strict=True))
+
+    for prompt, completion in asyncio.run(ask()):
+        logits = policy.logits(prompt + completion.ids)
+        assert difference(logits, prompt, completion, make_params(0)) < TOLERANCE
+
+    assert engine.stats()["engine/session_hit_tokens"] > 0
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "gpt-oss-rows", "mamba"])
@@ -211,3 +237,64 @@ def test_after_a_pass_that_fails_nothing_of_it_is_left(random_model, complete, d
     for prompt, param, completion in zip(PROMPTS[:3], params, completions, strict=True):
         logits = policy.logits(prompt + completion.ids)
         assert difference(logits, prompt, completion, param) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", soak("lfm2", "qwen3-next", "gpt-oss-rows", "mamba", "minimax"))
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("is_short", [True, False], ids=["short of memory", "enough memory"])
+def test_requests_come_and_go(name, seed, is_short, random_model, difference):
+    """Soak. Conversations of other lengths, some cancelled in the middle of an answer, some whose
+    history was edited, some that stop early."""
+    policy = random_model(name)
+    draw = random.Random(seed)
+    size = state_support(policy.model).size
+    memory = {"kv_cache_tokens": size(110) + size(60)} if is_short else {}
+    engine = TorchEngine(
+        policy.model,
+        config=EngineSection(prefill_tokens=16, max_running=draw.choice([3, 16]), **memory),
+    )
+    openings = [make_prompt(length, length) for length in (5, 17, 40)]
+    checked = []
+
+    async def converse(index: int) -> None:
+        await asyncio.sleep(draw.random() / 20)
+        context = [*draw.choice(openings), *make_prompt(draw.randrange(1, 25), index)]
+        session = f"s{index}" if draw.random() < 0.6 else None
+        for turn in range(draw.choice([1, 1, 3])):
+            params = SamplingParams(
+                temperature=1.0,
+                max_new_tokens=draw.choice([1, 2, 9, 20]),
+                seed=10 * index + turn,
+                stop_token_ids=(draw.randrange(2, 97),),
+            )
+            request = asyncio.create_task(
+                engine.generate(context, params, session=session, deadline_s=300)
+            )
+            if draw.random() < 0.2:
+                await asyncio.sleep(draw.random() / 20)
+                request.cancel()
+            try:
+                completion = await request
+            except asyncio.CancelledError:
+                continue
+
+            checked.append((context, params, completion))
+            is_edited = draw.random() < 0.2
+            kept = context[: len(context) // 2] if is_edited else [*context, *completion.ids]
+            context = [*kept, *make_prompt(draw.randrange(1, 6), turn)]
+
+        if session is not None:
+            await engine.release(session)
+
+    async def converse_together() -> None:
+        await asyncio.gather(*(converse(index) for index in range(16)))
+
+    asyncio.run(converse_together())
+    assert len(checked) > 8
+    for context, params, completion in checked:
+        logits = policy.logits(context + completion.ids)
+        assert difference(logits, context, completion, params) < TOLERANCE
+
+    scheduler = engine.scheduler
+    assert isinstance(scheduler, StateScheduler)
+    assert not (scheduler.running or scheduler.waiting or scheduler.sessions or scheduler.stacks)

@@ -15,7 +15,7 @@ from agentevo.models.compute.attention import _attention, prepare
 class Everyone:
     """A plan by which every token sees itself and all before it."""
 
-    def attend(self, q, k, v, scaling, window, softcap):
+    def attend(self, q, k, v, scaling, window, softcap, sinks=None):
         repeat = q.shape[1] // k.shape[1]
         k = k.repeat_interleave(repeat, 1)
         v = v.repeat_interleave(repeat, 1)
@@ -80,7 +80,3 @@ def test_what_is_not_supported_is_refused(random_model):
 
     with pytest.raises(ModelError, match="OldModel does not use transformers' attention interface"):
         prepare(OldModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=11)), compute="tree")
-
-    q = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(ModelError, match="attention sinks"):
-        _attention(torch.nn.Identity(), q, q, q, None, plan=Everyone(), s_aux=torch.zeros(1))

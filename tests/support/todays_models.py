@@ -50,7 +50,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_nope_head_dim": 16,
             "v_head_dim": 12,
             "index_head_dim": 8,
-            "index_n_heads": 128,  # with fewer, scores of exactly 0, and any choice of equals is right
+            "index_n_heads": 128,  # with fewer, some scores are exactly 0, and any is right
             "index_topk": 16,
             "n_routed_experts": 4,
             "n_group": 1,
