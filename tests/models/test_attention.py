@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from agentevo.errors import ModelError
-from agentevo.models.compute.attention import _attention, prepare
+from agentevo.models.compute.attention import prepare
 
 
 class Everyone:
