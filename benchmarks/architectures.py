@@ -115,8 +115,8 @@ DeepSeek V3.2 and GLM MoE DSA attend to the `index_topk` keys with the highest i
 scores at the limit are equal up to rounding, a training pass may choose another key than the engine
 did, and the log-prob of that one token differs. Scores of exactly 0 are frequent with few index
 heads: in a tiny model with 32 heads, 2 of 380 tokens differed, by 0.8 nats, and with 128 heads none
-(`tests/runs/orchestration/test_rows_run.py`). The metric `actor/logprob_diff_max` shows such tokens,
-and `algorithm.importance` weights them.
+(`tests/runs/orchestration/test_rows_run.py`). The metric `actor/logprob_diff_max` shows such
+tokens, and `algorithm.importance` weights them.
 
 For mixture-of-experts models whose routing can be replayed, see [Training](training.md).
 """
