@@ -305,6 +305,6 @@ def test_what_the_page_prints_works(page, tmp_path):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=800,  # all commands of a page together have the 900 of pytest
+            timeout=800,  # pytest allows 900 for the page
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"

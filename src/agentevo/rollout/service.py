@@ -91,7 +91,7 @@ class _SampledWork:
     is_lost: bool = False
     """Whether another service has the lease."""
     is_returning: bool = False
-    """Whether the task goes back to the queue. A later lease of it begins new work."""
+    """Whether the task goes back to the queue, so that a later lease of it is new work."""
 
 
 class SamplerService:

@@ -51,7 +51,7 @@ class StateBatch:
                 fresh[0].append((sequence, count))
             elif not sequence.cached and self.support.stacks:
                 fresh[count].append((sequence, count))
-            elif self.support.stacks and self._stays(sequence, count):
+            elif self.support.stacks and self._is_in_single_tokens(sequence, count):
                 together.append(sequence)
             else:
                 alone.append([(sequence, count)])
@@ -72,9 +72,9 @@ class StateBatch:
             return torch.empty(0)
         return torch.cat([outputs[id(sequence)] for sequence in sequences])
 
-    def _stays(self, sequence: StateSequence, count: int) -> bool:
-        """Whether every later step computes one token of the sequence too. Only then does its state
-        move into the stack: a sequence that left the stack would have no state."""
+    def _is_in_single_tokens(self, sequence: StateSequence, count: int) -> bool:
+        """Whether this step and every later one computes a single token of the sequence. Only then
+        may its state move into the stack, because a sequence that leaves the stack loses it."""
         is_last = sequence.cached + count == len(sequence.ids)
         return count == 1 and (is_last or not self.support.appends)
 
@@ -127,7 +127,7 @@ def _run_equal(model: PreTrainedModel, works: Sequence[Work]) -> dict[int, torch
     group = padded_group(texts, places, model)
     positions = torch.arange(first, first + count, device=group.input_ids.device)
     positions = positions.expand(len(works), -1)
-    assert not first or works[0][0].state is not None
+    assert not first or works[0][0].state is not None, "its state was left in a stack"
     logits, state = run_states(model, group, works[0][0].state, positions)
     for row, (sequence, _) in enumerate(works):
         alone = len(works) == 1
