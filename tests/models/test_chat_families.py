@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
-from family_templates import GEMMA, GLM, NEMOTRON, family_tokenizer
+from family_templates import GEMMA, GEMMA_THOUGHTS, GLM, NEMOTRON, family_tokenizer
 
+from agentevo.agents.policy import Reply
 from agentevo.data import ChatRow
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.chat.chat_template import TemplateValues, ToolSchemas
@@ -111,6 +113,34 @@ def test_the_role_of_the_next_message_ends_an_answer_of_glm():
     assert chat.has_ended(user, [USER]) and not chat.has_ended(observation, [USER])
     assert chat.has_ended(observation, [RESULT]) and not chat.has_ended(user, [RESULT])
     assert not chat.has_ended(end, [USER])
+
+
+@pytest.mark.parametrize("role", ["assistant", "system"])
+def test_glm_goes_on_before_a_message_of_any_role(role):
+    chat = CHATS[GLM]
+    messages = [] if role == "assistant" else [Message(role, "Be brief.")]
+    said = [USER, Message("assistant", "two")]
+    for last in chat.end_ids:
+        assert not chat.has_ended(last, messages, TOOLS)
+    rest = text_of(chat, chat.continuation(messages, ended_with_stop=False, tools=TOOLS))
+    assert whole(chat, *said, *messages).endswith("two" + rest)
+
+
+def test_the_opening_of_an_answer_depends_on_the_message_before_it():
+    chat = ChatFormat(family_tokenizer(GEMMA_THOUGHTS))
+    thinks = chat.with_values(TemplateValues.of({"enable_thinking": True}))
+    empty = "<|channel>thought\n<channel|>"
+    for chosen, first, later in ((chat, empty, ""), (thinks, "", "<|channel>thought\n")):
+        assert chosen.opening_after([USER]) == first
+        assert chosen.opening_after([USER, CALL, RESULT]) == later
+        ids = chosen.continuation([RESULT], ended_with_stop=True)
+        assert chosen.opening_of(ids) == later
+
+    reply = Reply("two", True, 0, Message("assistant", "two"), opening=empty)
+    assert reply.answer == "two"
+    thought = Reply("so\n<channel|>two", True, 0, Message("assistant", ""), opening=later)
+    assert thought.answer == "two"
+    assert replace(thought, text="so").answer == ""
 
 
 def test_values_change_what_opens_an_answer():

@@ -279,6 +279,20 @@ class ChatFormat:
         mark = next((mark for mark in self.parser.thoughts if begun.endswith(mark)), None)
         return "" if mark is None else mark + end[len(begun) :]
 
+    def opening_after(self, messages: Sequence[Message]) -> str:
+        """The part of the prompt of these messages that is in the assistant's place. After the
+        result of a tool, some templates leave `opening` out or open a thought (Gemma 4)."""
+        after_result = bool(messages) and messages[-1].role == "tool"
+        return self._opening_after_result if after_result else self.opening
+
+    @cached_property
+    def _opening_after_result(self) -> str:
+        result = Message("tool", _FIRST, name="probename", tool_call_id="probe0000")
+        try:
+            return self.opening_of(self.continuation([result], ended_with_stop=False))
+        except ModelError:
+            return self.opening
+
     def _compute_first_prompt(self, messages: tuple[Message, ...], tools: ToolSchemas) -> list[int]:
         if not messages:
             raise ModelError("a conversation needs at least one message")
@@ -299,6 +313,8 @@ class ChatFormat:
             answered = [_USER, Message("assistant", _FIRST), *messages]
             text = self._template.render(answered, prompt=True, tools=tools)
             ids = self._encode(_after(_FIRST, text))
+            if self._ends_at_next_role:
+                return ids[1:] if ended_with_stop else ids
             if self._end_in_history not in ids:
                 raise ModelError(
                     _refusal(
