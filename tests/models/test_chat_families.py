@@ -178,3 +178,18 @@ def test_rows_of_data_train_what_the_policy_has_to_say(template, calls):
     last = {GLM: "<|user|>", NEMOTRON: "<|im_end|>", GEMMA: "<turn|>"}[template]
     first = {GLM: "<|observation|>", GEMMA: "<|tool_response>"}.get(template, last)
     assert names == [first if calls else last, last]
+
+
+def test_rows_are_trained_after_the_empty_thought_of_their_prompts():
+    tokenizer = family_tokenizer(GEMMA_THOUGHTS)
+    answer = {"role": "assistant", "content": "two"}
+    asks = {"role": "user", "content": "1+1?"}
+    row = ChatRow("a", [asks, answer, asks, answer], None)
+    rows, _ = AssistantTokens(tokenizer, max_tokens=2000).encode(row)
+    for sample in rows:  # the history of the second has no such thought
+        said = tokenizer.decode(sample.ids[sample.mask].tolist())
+        before = tokenizer.decode(sample.ids[~sample.mask].tolist())
+        assert said == "two<turn|>"
+        assert before.endswith("<|turn>model\n<|channel>thought\n<channel|>")
+        assert before.count("<|channel>") == 1
+    assert len(rows) == 2

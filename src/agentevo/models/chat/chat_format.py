@@ -68,7 +68,8 @@ _SYSTEM = "probesystem"
 _USER = Message("user", _ASKED)
 _TAIL = max(map(len, THOUGHTS)) + len("\n")
 """The most tokens that the beginning of a thought can have."""
-_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
+_EMPTY_THOUGHTS = [rf"{re.escape(begin)}\s*{re.escape(end)}" for begin, end in THOUGHTS.items()]
+EMPTY_THOUGHT = re.compile(rf"(?:{'|'.join(_EMPTY_THOUGHTS)})\s*\Z")
 _ENDS_BY_FAMILY = {
     HARMONY: ("<|return|>", "<|call|>"),
     GEMMA: ("<|tool_response>",),
@@ -448,12 +449,12 @@ class ChatFormat:
 
         header, sentinel, after_first = once.partition(_FIRST)
         omitted = header[len(generation) :] if header.startswith(generation) else ""
-        is_thought = not omitted.strip() or _EMPTY_THOUGHT.fullmatch(omitted.lstrip())
+        is_thought = not omitted.strip() or EMPTY_THOUGHT.fullmatch(omitted.lstrip())
         if omitted and (self.parser.name == HARMONY or is_thought):
             self._omitted_header = omitted
             header = generation
         elif not generation.startswith(header):  # the thought of a finished message is left out
-            header = _EMPTY_THOUGHT.sub("", header)
+            header = EMPTY_THOUGHT.sub("", header)
 
         if not sentinel or not generation.startswith(header):
             raise ModelError(
