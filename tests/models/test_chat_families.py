@@ -14,6 +14,7 @@ from agentevo.data import ChatRow
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.chat.chat_template import TemplateValues, ToolSchemas
 from agentevo.training.assistant_tokens import AssistantTokens
+from agentevo.training.supervised import conversation_sample
 from agentevo.types import Message, ToolCall
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -193,3 +194,13 @@ def test_rows_are_trained_after_the_empty_thought_of_their_prompts():
         assert before.endswith("<|turn>model\n<|channel>thought\n<channel|>")
         assert before.count("<|channel>") == 1
     assert len(rows) == 2
+
+
+def test_a_demonstration_in_glm_goes_on_with_the_role_of_the_next_message():
+    chat = CHATS[GLM]
+    answer = Message("assistant", "two")
+    rule = Message("system", "Be brief.")
+    sample = conversation_sample([USER, answer, rule, USER, answer, answer], chat, "a")
+    text = chat.tokenizer.decode(sample.ids.tolist())
+    assert "two<|user|><|system|>\nBe brief.<|user|>\n1+1?<|assistant|>" in text
+    assert "two<|user|><|assistant|>\n<think></think>\ntwo<|user|>" in text

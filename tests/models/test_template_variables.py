@@ -136,9 +136,12 @@ def test_names_that_are_taken_are_refused_in_the_recipe(name, message):
         ModelSection(name="tiny", template={name: 1})
 
 
-def test_values_that_no_json_has_are_refused():
+@pytest.mark.parametrize(
+    "value", [float("inf"), "\ud800", [10**5000]], ids=["inf", "surrogate", "long"]
+)
+def test_values_that_no_json_has_are_refused(value):
     with pytest.raises(ValueError, match="finite number"):
-        ModelSection(name="tiny", template={"x": float("inf")})
+        ModelSection(name="tiny", template={"x": value})
 
 
 def test_a_request_has_a_chat_format_of_its_own_with_its_opening():
