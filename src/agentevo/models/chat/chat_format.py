@@ -27,7 +27,6 @@ tokens, which all common templates use there, never merge.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import takewhile
@@ -45,6 +44,7 @@ from agentevo.models.chat.chat_template import (
     ToolSchemas,
 )
 from agentevo.models.chat.model_template import begins_texts_with_bos
+from agentevo.models.chat.prompt_thoughts import EMPTY_THOUGHT, OPENS_THINKING, thought_of
 from agentevo.models.chat.template_variables import why_refused
 from agentevo.models.chat.text_stream import TextStream, before_stop
 from agentevo.models.chat.token_texts import TokenTexts
@@ -68,15 +68,12 @@ _SYSTEM = "probesystem"
 _USER = Message("user", _ASKED)
 _TAIL = max(map(len, THOUGHTS)) + len("\n")
 """The most tokens that the beginning of a thought can have."""
-_EMPTY_THOUGHTS = [rf"{re.escape(begin)}\s*{re.escape(end)}" for begin, end in THOUGHTS.items()]
-EMPTY_THOUGHT = re.compile(rf"(?:{'|'.join(_EMPTY_THOUGHTS)})\s*\Z")
 _ENDS_BY_FAMILY = {
     HARMONY: ("<|return|>", "<|call|>"),
     GEMMA: ("<|tool_response>",),
     GLM: ("<|user|>", "<|observation|>"),
 }
 """Parser -> the tokens that end answers in its family, beside the declared ones."""
-OPENS_THINKING = re.compile(r"<think>\s*$")
 
 
 def num_characters(messages: Sequence[Message]) -> int:
@@ -584,20 +581,6 @@ def _after(sentinel: str, text: str) -> str:
     if not sentinel_kept:
         raise ModelError(_refusal("it drops or changes earlier assistant messages"))
     return after
-
-
-def thought_of(text: str, reasoning: str | None, opening: str) -> tuple[str, str]:
-    """Splits the assistant's text after a generation prompt that opened its thinking with `opening`
-    into (thought, answer). The thought ends with </think>, and is empty if there is none."""
-    thinking, closed, answer = text.partition("</think>")
-    if closed and not reasoning:
-        thought = thinking.removeprefix("<think>")
-        if thought != thinking and opening.endswith("\n"):
-            thought = thought.removeprefix("\n")
-        return thought + closed, answer
-
-    rest = answer.lstrip("\n") if closed else text
-    return f"{(reasoning or '').strip(chr(10))}\n</think>\n\n", rest
 
 
 def _refusal(why: str) -> str:
