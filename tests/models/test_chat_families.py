@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
-from family_templates import GEMMA, GLM, NEMOTRON, family_tokenizer
+from family_templates import GEMMA, GEMMA_THOUGHTS, GLM, NEMOTRON, family_tokenizer
 
+from agentevo.agents.policy import Reply
 from agentevo.data import ChatRow
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.chat.chat_template import TemplateValues, ToolSchemas
 from agentevo.training.assistant_tokens import AssistantTokens
+from agentevo.training.supervised import conversation_sample
 from agentevo.types import Message, ToolCall
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -113,6 +116,34 @@ def test_the_role_of_the_next_message_ends_an_answer_of_glm():
     assert not chat.has_ended(end, [USER])
 
 
+@pytest.mark.parametrize("role", ["assistant", "system"])
+def test_glm_goes_on_before_a_message_of_any_role(role):
+    chat = CHATS[GLM]
+    messages = [] if role == "assistant" else [Message(role, "Be brief.")]
+    said = [USER, Message("assistant", "two")]
+    for last in chat.end_ids:
+        assert not chat.has_ended(last, messages, TOOLS)
+    rest = text_of(chat, chat.continuation(messages, ended_with_stop=False, tools=TOOLS))
+    assert whole(chat, *said, *messages).endswith("two" + rest)
+
+
+def test_the_opening_of_an_answer_depends_on_the_message_before_it():
+    chat = ChatFormat(family_tokenizer(GEMMA_THOUGHTS))
+    thinks = chat.with_values(TemplateValues.of({"enable_thinking": True}))
+    empty = "<|channel>thought\n<channel|>"
+    for chosen, first, later in ((chat, empty, ""), (thinks, "", "<|channel>thought\n")):
+        assert chosen.opening_after([USER]) == first
+        assert chosen.opening_after([USER, CALL, RESULT]) == later
+        ids = chosen.continuation([RESULT], ended_with_stop=True)
+        assert chosen.opening_of(ids) == later
+
+    reply = Reply("two", True, 0, Message("assistant", "two"), opening=empty)
+    assert reply.answer == "two"
+    thought = Reply("so\n<channel|>two", True, 0, Message("assistant", ""), opening=later)
+    assert thought.answer == "two"
+    assert replace(thought, text="so").answer == ""
+
+
 def test_values_change_what_opens_an_answer():
     glm = CHATS[GLM].with_values(TemplateValues.of({"enable_thinking": False}))
     assert text_of(glm, glm.first_prompt([USER])).endswith("<|assistant|>\n<think></think>")
@@ -148,3 +179,28 @@ def test_rows_of_data_train_what_the_policy_has_to_say(template, calls):
     last = {GLM: "<|user|>", NEMOTRON: "<|im_end|>", GEMMA: "<turn|>"}[template]
     first = {GLM: "<|observation|>", GEMMA: "<|tool_response>"}.get(template, last)
     assert names == [first if calls else last, last]
+
+
+def test_rows_are_trained_after_the_empty_thought_of_their_prompts():
+    tokenizer = family_tokenizer(GEMMA_THOUGHTS)
+    answer = {"role": "assistant", "content": "two"}
+    asks = {"role": "user", "content": "1+1?"}
+    row = ChatRow("a", [asks, answer, asks, answer], None)
+    rows, _ = AssistantTokens(tokenizer, max_tokens=2000).encode(row)
+    for sample in rows:  # the history of the second has no such thought
+        said = tokenizer.decode(sample.ids[sample.mask].tolist())
+        before = tokenizer.decode(sample.ids[~sample.mask].tolist())
+        assert said == "two<turn|>"
+        assert before.endswith("<|turn>model\n<|channel>thought\n<channel|>")
+        assert before.count("<|channel>") == 1
+    assert len(rows) == 2
+
+
+def test_a_demonstration_in_glm_goes_on_with_the_role_of_the_next_message():
+    chat = CHATS[GLM]
+    answer = Message("assistant", "two")
+    rule = Message("system", "Be brief.")
+    sample = conversation_sample([USER, answer, rule, USER, answer, answer], chat, "a")
+    text = chat.tokenizer.decode(sample.ids.tolist())
+    assert "two<|user|><|system|>\nBe brief.<|user|>\n1+1?<|assistant|>" in text
+    assert "two<|user|><|assistant|>\n<think></think>\ntwo<|user|>" in text

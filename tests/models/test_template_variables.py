@@ -136,9 +136,12 @@ def test_names_that_are_taken_are_refused_in_the_recipe(name, message):
         ModelSection(name="tiny", template={name: 1})
 
 
-def test_values_that_no_json_has_are_refused():
+@pytest.mark.parametrize(
+    "value", [float("inf"), "\ud800", [10**5000]], ids=["inf", "surrogate", "long"]
+)
+def test_values_that_no_json_has_are_refused(value):
     with pytest.raises(ValueError, match="finite number"):
-        ModelSection(name="tiny", template={"x": float("inf")})
+        ModelSection(name="tiny", template={"x": value})
 
 
 def test_a_request_has_a_chat_format_of_its_own_with_its_opening():
@@ -164,6 +167,47 @@ def test_a_value_writes_no_special_tokens():
     assert forged["reasoning_effort"] in chat.tokenizer.decode(ids)
 
 
+def test_a_value_cuts_no_other_messages():
+    """A special token in a value is not one of those that surround messages."""
+    chat = ChatFormat(tokenizer_with(SWITCHES))
+    end = chat.tokenizer.convert_tokens_to_ids("<|eom|>")
+    messages = [QUESTION, Message("assistant", "<|eom|>"), QUESTION]
+    forged = chat.with_values(TemplateValues.of({"reasoning_effort": "<|eom|>"}))
+    for chosen in (chat, forged):
+        assert chosen.first_prompt(messages).count(end) == 1
+
+
+def test_objects_keep_the_order_of_their_keys():
+    template = SWITCHES.replace("+ reasoning_effort", "+ (reasoning_effort | tojson)")
+    chat = ChatFormat(tokenizer_with(template))
+    text = prompt_of(chat.with_values(TemplateValues.of({"reasoning_effort": {"b": 1, "a": 2}})))
+    assert 'Effort: {"b": 1, "a": 2}<|im_end|>' in text
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("nan"), "can't be written as JSON: Out of range"),
+        ("\ud800", "can't be written as JSON: .*surrogates not allowed"),
+        (b"low", "can't be written as JSON: Object of type bytes"),
+        ("x" * 50_000, "have 50,024 characters, and at most 50,000 are allowed"),
+    ],
+)
+def test_values_that_no_request_may_have_are_refused(value, message):
+    with pytest.raises(BadRequestError, match=message):
+        TemplateValues.of({"reasoning_effort": value})
+
+
+@pytest.mark.parametrize("expression", ["1 // budget", "range(10**budget) | list"])
+def test_whatever_a_template_raises_for_a_value_is_a_refusal(expression):
+    template = SWITCHES + "{% if budget is defined %}{% set x = " + expression + " %}{% endif %}"
+    chat = ChatFormat(tokenizer_with(template))
+    for budget in (0, 9):
+        if (budget == 0) == ("//" in expression):
+            with pytest.raises(BadRequestError, match="the chat template refuses"):
+                chat.with_values(TemplateValues.of({"budget": budget}))
+
+
 def test_values_with_which_the_template_cannot_go_on_are_refused():
     numbers = HERMES.replace(
         "+ '\n' + m.content", "+ ((messages | length) if count else '') + '\n' + m.content"
@@ -179,6 +223,14 @@ def test_variables_are_those_that_the_template_does_not_set_itself():
         "{{ own }}{{ bos_token }}{{ tools }}{{ strftime_now('%Y') if not date else date }}"
     )
     assert ChatTemplate(tokenizer_with(sets)).variables == {"thinking", "date"}
+
+    branches = R1 + (
+        "{% set effort = effort or 'low' %}{% set head = '' %}{% if head is defined %}x{% endif %}"
+        "{% macro m() %}{{ later }}{% endmacro %}{% set later = 1 %}"
+        "{% for m in messages %}{% if m.role == 'user' %}{% set text = m.content %}{% endif %}"
+        "{{ text | default('') }}{% endfor %}"
+    )
+    assert ChatTemplate(tokenizer_with(branches)).variables == {"effort"}
     assert ChatTemplate(tokenizer_with(QWEN3)).variables == frozenset()
 
 

@@ -163,6 +163,8 @@ ONE = '{"a": 1}'
          "<tool_call|> then<|tool_call>call:f{}<tool_call|>", "then",
          ['{"a": [true, {"k": null}, []], "b": "x\\"y", "c": {}}', "{}"]),
         ("gemma", "<|tool_call>call:f{a:red fish}<tool_call|>", "", ['{"a": "red fish"}']),
+        ("gemma", f"<|tool_call>call:f{{a:{'9' * 5000}}}<tool_call|>", "",
+         [f'{{"a": "{"9" * 5000}"}}']),
         ("function_gemma", "<start_function_call>call:f{a:<escape>London<escape>}"
          "<end_function_call>", "", ['{"a": "London"}']),
         ("xml", "<tool_calls><invoke name='f'><parameter name='a'>1</parameter></invoke>x",

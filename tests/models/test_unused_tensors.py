@@ -21,6 +21,7 @@ from transformers import (
 
 from agentevo.api.run import train
 from agentevo.config import LoraSection, ModelSection, TinyModel, build_config
+from agentevo.errors import ModelError
 from agentevo.inference.vllm.weights import write_base
 from agentevo.models.compute.parts import WeightPart
 from agentevo.models.files.load import LoadedModel, load_model
@@ -174,6 +175,47 @@ def test_an_engine_that_drafts_gets_them(bases: dict[str, Path], tmp_path: Path)
     assert_kept(tmp_path / "drafting", UNUSED)
     write_base(model, tmp_path / "plain")
     assert not UNUSED.keys() & tensors_of(tmp_path / "plain").keys()
+
+
+ODD = ("complex64", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "uint32", "uint64")
+
+
+def test_tensors_of_every_dtype_are_kept(bases: dict[str, Path], tmp_path: Path) -> None:
+    odd = {name: torch.arange(1, 9).to(getattr(torch, name)) for name in ODD}
+    folder = shutil.copytree(bases["single"], tmp_path / "base")
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | odd, path, {"format": "pt"})
+
+    first = loaded(folder)
+    written = tensors_of(save_model(first.model, first.tokenizer, tmp_path / "saved"))
+    for name, tensor in odd.items():
+        assert written[name].dtype == tensor.dtype
+        assert torch.equal(written[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_a_tensor_that_cannot_be_written_is_refused_when_the_model_is_loaded(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(bases["sharded"], tmp_path / "base")
+    header = json.dumps({"mtp.x": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
+    header += b" " * (-len(header) % 8)
+    rest = folder / "rest.safetensors"
+    rest.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
+    with pytest.raises(ModelError, match=r"rest.safetensors: .*'mtp.x', and its dtype F4 can't be"):
+        loaded(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_beside_the_model_is_no_part_of_it(
+    kind: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(bases[kind], tmp_path / "base")
+    adapter = {"base_model.model.x.lora_A.weight": torch.ones(2)}
+    save_file(adapter, folder / "adapter_model.safetensors", {"format": "pt"})
+    first = loaded(folder)
+    saved = save_model(first.model, first.tokenizer, tmp_path / "saved")
+    assert_kept(saved, UNUSED)
+    assert not adapter.keys() & tensors_of(saved).keys()
 
 
 @pytest.fixture(scope="module")

@@ -167,6 +167,13 @@ SWITCHES = QWEN3.replace(
 """Qwen3 with variables: `enable_thinking: false` writes an empty thought, `opens` opens one, and
 the first message names the `reasoning_effort`."""
 
+THINKS_AFTER_RESULTS = QWEN3.replace(
+    _ASSISTANT,
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}"
+    "{{- '<think>\n' if messages[-1].role == 'tool' else '' -}}{%- endif -%}",
+)
+"""A thought is opened after the result of a tool only, as Gemma 4 does."""
+
 
 def tokenizer_with(template: str | None) -> PreTrainedTokenizerFast:
     tokenizer = byte_tokenizer(512)

@@ -70,6 +70,13 @@ GEMMA = (
 )  # fmt: skip
 """Gemma 4: a call ends at the mark of its result, which is in the same turn of the model."""
 
+GEMMA_THOUGHTS = GEMMA.removesuffix("{%- endif -%}") + (
+    "{{- '<|channel>thought\n<channel|>' if not enable_thinking else '' -}}"
+    "{%- elif add_generation_prompt and enable_thinking -%}{{- '<|channel>thought\n' -}}"
+    "{%- endif -%}"
+)
+"""Its large models: the prompt has an empty thought, or opens one after the result of a tool."""
+
 _MARKS = {
     GLM: ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
           "<|endoftext|>"),
@@ -77,7 +84,8 @@ _MARKS = {
     GEMMA: ("<bos>", "<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>",
             "<|tool_response>", "<tool_response|>", '<|"|>', "<|channel>", "<channel|>"),
 }  # fmt: skip
-_EOS = {GLM: "<|endoftext|>", NEMOTRON: "<|im_end|>", GEMMA: "<turn|>"}
+_MARKS[GEMMA_THOUGHTS] = _MARKS[GEMMA]
+_EOS = {GLM: "<|endoftext|>", NEMOTRON: "<|im_end|>", GEMMA: "<turn|>", GEMMA_THOUGHTS: "<turn|>"}
 
 
 def family_tokenizer(template: str) -> PreTrainedTokenizerFast:
@@ -85,7 +93,7 @@ def family_tokenizer(template: str) -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens(
         {"additional_special_tokens": list(_MARKS[template]), "eos_token": _EOS[template]}
     )
-    if template == GEMMA:
+    if template in (GEMMA, GEMMA_THOUGHTS):
         tokenizer.bos_token = "<bos>"
     tokenizer.chat_template = template
     return tokenizer

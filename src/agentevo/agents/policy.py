@@ -21,6 +21,7 @@ from agentevo.data.messages import messages_of, tools_of
 from agentevo.errors import BadRequestError, UnknownNameError, shown
 from agentevo.inference.remote_models.conversations import RemoteConversations
 from agentevo.models.chat.answer_form import AnswerForm
+from agentevo.models.tool_calls.parser import THOUGHTS
 from agentevo.store.call_log import Attribute, RunningCall
 from agentevo.store.files import check_files
 from agentevo.types import (
@@ -78,9 +79,10 @@ class Reply:
     def answer(self) -> str:
         """The text after the reasoning block that the chat template opened, or an empty string if
         the block is not closed. Without such a block, the whole text."""
-        if not self.opening:
+        end = next((end for begin, end in THOUGHTS.items() if begin in self.opening), None)
+        if end is None:
             return self.text
-        _, closed, answer = (self.opening + self.text).rpartition("</think>")
+        _, closed, answer = (self.opening + self.text).rpartition(end)
         return answer if closed else ""
 
 

@@ -29,9 +29,11 @@ def _check(values: dict[str, JsonValue]) -> dict[str, JsonValue]:
             raise ValueError(f"{name!r} is set by AgentEvo: leave it out")
 
     try:
-        json.dumps(values, allow_nan=False)
-    except ValueError as error:
-        raise ValueError("a value is infinite or not a number: give a finite number") from error
+        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"a value can't be written as JSON ({error}): give finite numbers, and texts in Unicode"
+        ) from error
     return values
 
 

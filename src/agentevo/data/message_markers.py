@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,16 +54,19 @@ class MessageMarkers:
         markers = special | {text for text in written if not _TAG.fullmatch(text)}
         self._usual = _pattern(markers)
         self._of_tools = _pattern(markers | written)
-        self._of_assistants = _pattern(
-            _around_messages(tokenizer, render, markers) - set(THOUGHT_TAGS)
-        )
+        self._find_around = partial(_around_messages, tokenizer, render, markers)
+
+    @cached_property
+    def _of_assistants(self) -> re.Pattern[str]:
+        return _pattern(self._find_around() - set(THOUGHT_TAGS))
 
     def cut(self, value: Any, role: str) -> Any:
         """The value with cuts in the markers that a message of this role may not contain. The value
         is a text, or lists and mappings with texts (keys included)."""
         if isinstance(value, str):
-            pattern = {"tool": self._of_tools, "assistant": self._of_assistants}.get(role)
-            return _cut(value, pattern or self._usual)
+            if role == "assistant":
+                return _cut(value, self._of_assistants)
+            return _cut(value, self._of_tools if role == "tool" else self._usual)
         if isinstance(value, dict):
             return {self.cut(key, role): self.cut(item, role) for key, item in value.items()}
         if isinstance(value, list):

@@ -17,7 +17,8 @@ sample begins: each turn is trained in the context that the template gives it. T
 searches for a text in another one.
 
 Where the generation prompt opens a thought (`<think>`) that the rendering leaves out, the policy
-has to finish it: the thought of the row (or none) and `</think>` precede the rendered answer.
+has to finish it: the thought of the row (or none) and `</think>` precede the rendered answer. An
+empty thought of the prompt that the rendering leaves out precedes it, too.
 
 A row that can't be encoded this way raises RowError: the template refuses it, drops its tools or
 tool calls, or begins an answer differently from its own generation prompt.
@@ -40,14 +41,14 @@ from agentevo.data.messages import REASONING_KEYS
 from agentevo.errors import ModelError
 from agentevo.models.chat.chat_format import (
     LONG_TEXT,
-    OPENS_THINKING,
     end_of_turn_id,
     ids_of_marks,
     next_role_marks,
     special_ids,
-    thought_of,
 )
 from agentevo.models.chat.chat_template import TEMPLATE_ERRORS, ChatTemplate
+from agentevo.models.chat.prompt_thoughts import EMPTY_THOUGHT, OPENS_THINKING, thought_of
+from agentevo.models.tool_calls.parser import THOUGHTS
 from agentevo.types import Sample
 
 CHARACTERS_PER_TOKEN = 16
@@ -384,9 +385,20 @@ class AssistantTokens:
 
 def _finish_thought(prompt: str, rendering: str, message: dict[str, Any]) -> str:
     """The `rendering` of a conversation that ends with the assistant's `message`, with the
-    message's thought after a prompt that opens a thought which the rendering leaves out."""
+    message's thought after a prompt that opens a thought, or has an empty one, which the rendering
+    leaves out."""
+    if rendering.startswith(prompt):
+        return rendering
+
+    empty = EMPTY_THOUGHT.search(prompt)
+    if empty is not None:
+        before = prompt[: empty.start()]
+        answer = rendering.removeprefix(before)
+        has_thought = answer.startswith(tuple(THOUGHTS))
+        return prompt + answer if rendering.startswith(before) and not has_thought else rendering
+
     opening = OPENS_THINKING.search(prompt)
-    if opening is None or rendering.startswith(prompt):
+    if opening is None:
         return rendering
 
     before = prompt[: opening.start()]

@@ -49,7 +49,11 @@ def conversation_sample(messages: Sequence[Message], chat: ChatFormat, name: str
             new.append(message)
             continue
 
-        prompt = chat.continuation(new, ended_with_stop=True) if ids else chat.first_prompt(new)
+        prompt = (
+            chat.continuation(new, ended_with_stop=chat.has_ended(ids[-1], new))
+            if ids
+            else chat.first_prompt(new)
+        )
         answer = chat.completion(message)
         ids += [*prompt, *answer]
         mask += [False] * len(prompt) + [True] * len(answer)

@@ -97,6 +97,7 @@ def test_the_reasoning_effort_is_a_variable(gateway_of, chat, path, body):
         ({"messages": []}, "'messages' is set by AgentEvo"),
         ({"bos_token": "x"}, "'bos_token' is set by AgentEvo"),
         ([1], "chat_template_kwargs is [1]"),
+        ({"reasoning_effort": "x" * 10**6}, "at most 50,000 are allowed"),
     ],
 )
 def test_other_values_are_refused(gateway_of, values, message):

@@ -134,7 +134,7 @@ def opening_after(chat: ChatFormat, prompt: Sequence[Message] | Sequence[int] | 
         return ""
     if prompt and isinstance(prompt[0], int):
         return chat.opening_of(cast("Sequence[int]", prompt))
-    return chat.opening
+    return chat.opening_after(cast("Sequence[Message]", prompt))
 
 
 def _json(schema: Schema) -> str:

@@ -27,7 +27,6 @@ tokens, which all common templates use there, never merge.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import takewhile
@@ -45,6 +44,7 @@ from agentevo.models.chat.chat_template import (
     ToolSchemas,
 )
 from agentevo.models.chat.model_template import begins_texts_with_bos
+from agentevo.models.chat.prompt_thoughts import EMPTY_THOUGHT, OPENS_THINKING, thought_of
 from agentevo.models.chat.template_variables import why_refused
 from agentevo.models.chat.text_stream import TextStream, before_stop
 from agentevo.models.chat.token_texts import TokenTexts
@@ -68,14 +68,12 @@ _SYSTEM = "probesystem"
 _USER = Message("user", _ASKED)
 _TAIL = max(map(len, THOUGHTS)) + len("\n")
 """The most tokens that the beginning of a thought can have."""
-_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
 _ENDS_BY_FAMILY = {
     HARMONY: ("<|return|>", "<|call|>"),
     GEMMA: ("<|tool_response>",),
     GLM: ("<|user|>", "<|observation|>"),
 }
 """Parser -> the tokens that end answers in its family, beside the declared ones."""
-OPENS_THINKING = re.compile(r"<think>\s*$")
 
 
 def num_characters(messages: Sequence[Message]) -> int:
@@ -279,6 +277,20 @@ class ChatFormat:
         mark = next((mark for mark in self.parser.thoughts if begun.endswith(mark)), None)
         return "" if mark is None else mark + end[len(begun) :]
 
+    def opening_after(self, messages: Sequence[Message]) -> str:
+        """The part of the prompt of these messages that is in the assistant's place. After the
+        result of a tool, some templates leave `opening` out or open a thought (Gemma 4)."""
+        after_result = bool(messages) and messages[-1].role == "tool"
+        return self._opening_after_result if after_result else self.opening
+
+    @cached_property
+    def _opening_after_result(self) -> str:
+        result = Message("tool", _FIRST, name="probename", tool_call_id="probe0000")
+        try:
+            return self.opening_of(self.continuation([result], ended_with_stop=False))
+        except ModelError:
+            return self.opening
+
     def _compute_first_prompt(self, messages: tuple[Message, ...], tools: ToolSchemas) -> list[int]:
         if not messages:
             raise ModelError("a conversation needs at least one message")
@@ -299,6 +311,8 @@ class ChatFormat:
             answered = [_USER, Message("assistant", _FIRST), *messages]
             text = self._template.render(answered, prompt=True, tools=tools)
             ids = self._encode(_after(_FIRST, text))
+            if self._ends_at_next_role:
+                return ids[1:] if ended_with_stop else ids
             if self._end_in_history not in ids:
                 raise ModelError(
                     _refusal(
@@ -432,12 +446,12 @@ class ChatFormat:
 
         header, sentinel, after_first = once.partition(_FIRST)
         omitted = header[len(generation) :] if header.startswith(generation) else ""
-        is_thought = not omitted.strip() or _EMPTY_THOUGHT.fullmatch(omitted.lstrip())
+        is_thought = not omitted.strip() or EMPTY_THOUGHT.fullmatch(omitted.lstrip())
         if omitted and (self.parser.name == HARMONY or is_thought):
             self._omitted_header = omitted
             header = generation
         elif not generation.startswith(header):  # the thought of a finished message is left out
-            header = _EMPTY_THOUGHT.sub("", header)
+            header = EMPTY_THOUGHT.sub("", header)
 
         if not sentinel or not generation.startswith(header):
             raise ModelError(
@@ -567,20 +581,6 @@ def _after(sentinel: str, text: str) -> str:
     if not sentinel_kept:
         raise ModelError(_refusal("it drops or changes earlier assistant messages"))
     return after
-
-
-def thought_of(text: str, reasoning: str | None, opening: str) -> tuple[str, str]:
-    """Splits the assistant's text after a generation prompt that opened its thinking with `opening`
-    into (thought, answer). The thought ends with </think>, and is empty if there is none."""
-    thinking, closed, answer = text.partition("</think>")
-    if closed and not reasoning:
-        thought = thinking.removeprefix("<think>")
-        if thought != thinking and opening.endswith("\n"):
-            thought = thought.removeprefix("\n")
-        return thought + closed, answer
-
-    rest = answer.lstrip("\n") if closed else text
-    return f"{(reasoning or '').strip(chr(10))}\n</think>\n\n", rest
 
 
 def _refusal(why: str) -> str:

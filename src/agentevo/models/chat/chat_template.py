@@ -24,13 +24,24 @@ from transformers import PreTrainedTokenizerBase
 
 from agentevo.data.message_markers import MessageMarkers
 from agentevo.data.messages import REASONING_KEYS
-from agentevo.errors import ModelError
+from agentevo.errors import BadRequestError, ModelError
 from agentevo.models.chat.template_rendering import TemplateRenderer, current_renderer
 from agentevo.models.chat.template_variables import variables_of
 from agentevo.types import ImagePart, Message, ToolCall
 
-TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
+TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ValueError,
+    ArithmeticError,
+    RuntimeError,
+)
 """The exceptions that a template may raise, since it may do anything with its input."""
+MAX_VALUES = 50_000
+"""The most characters of the values of one request, as JSON. A chat format renders them about 20
+times when it is made."""
 _PROBE_CALL = "probecall"
 _PROBE_ARGUMENT = "probeargument"
 
@@ -58,7 +69,25 @@ class TemplateValues:
 
     @classmethod
     def of(cls, values: Mapping[str, Any] | None) -> TemplateValues:
-        return cls(json.dumps(dict(values), sort_keys=True)) if values else cls()
+        """Raises BadRequestError for values that JSON does not have, and for more than MAX_VALUES
+        characters. The order of the names has no meaning."""
+        if not values:
+            return cls()
+
+        try:
+            text = json.dumps(dict(sorted(values.items())), ensure_ascii=False, allow_nan=False)
+            text.encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadRequestError(
+                f"the values of the chat template's variables can't be written as JSON: {error}"
+            ) from error
+
+        if len(text) > MAX_VALUES:
+            raise BadRequestError(
+                f"the values of the chat template's variables have {len(text):,} characters, and "
+                f"at most {MAX_VALUES:,} are allowed: shorten them"
+            )
+        return cls(text)
 
 
 OWN_VALUES = TemplateValues()
@@ -94,11 +123,10 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self._renderer = current_renderer() if renderer is None else renderer
-        self._values: dict[str, Any] = json.loads(values.as_json or "{}")
         self.markers = MessageMarkers(
             tokenizer, lambda messages: self._render_mappings(messages, None, prompt=True)
         )
-        self._values = self.markers.cut(self._values, "system")
+        self._values = self.markers.cut(json.loads(values.as_json or "{}"), "system")
 
     def with_values(self, values: TemplateValues) -> ChatTemplate:
         """The same template, with other values of its variables."""

@@ -8,6 +8,7 @@ for the names of its variables: {"variables": [...]}.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from agentevo.runtime.json_worker import serve_requests
@@ -32,7 +33,8 @@ def _import_renderer() -> Any:
 def variables_in(template: str) -> list[str]:
     """The names that a chat template reads and that its caller may set. Functions that transformers
     offers to templates are not among them. A name that the template sets is one only if the
-    template also tests whether it is defined. Raises jinja2's TemplateError."""
+    template reads it before, in a test whether it is defined or to set it. Raises jinja2's
+    TemplateError."""
     from jinja2 import meta, nodes
     from transformers.utils import chat_template_utils
 
@@ -41,12 +43,37 @@ def variables_in(template: str) -> list[str]:
     tree = environment.parse(template)
     names = meta.find_undeclared_variables(tree) - environment.globals.keys()
 
+    assigned = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
     checks = [node for node in tree.find_all(nodes.Test) if node.name in ("defined", "undefined")]
     checks += [node for node in tree.find_all(nodes.Filter) if node.name in ("default", "d")]
-    tested = {check.node.name for check in checks if isinstance(check.node, nodes.Name)}
-    assigned = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
-    parameters = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "param"}
-    return sorted(names - (assigned - (tested - parameters)))
+    read = {check.node.name for check in checks if isinstance(check.node, nodes.Name)}
+    read |= {
+        node.target.name
+        for node in tree.find_all(nodes.Assign)
+        if isinstance(node.target, nodes.Name)
+        and any(name.name == node.target.name for name in node.node.find_all(nodes.Name))
+    }
+    first_uses: dict[str, str] = {}
+    for node in _names_in_order(tree):
+        first_uses.setdefault(node.name, node.ctx)
+    return sorted(
+        name
+        for name in names
+        if name not in assigned or (name in read and first_uses[name] == "load")
+    )
+
+
+def _names_in_order(node: Any) -> Iterator[Any]:
+    """The names below a node of a template, in the order in which they are read and set."""
+    from jinja2 import nodes
+
+    children = list(node.iter_child_nodes())
+    if isinstance(node, nodes.Assign | nodes.For):  # their first child is what they set
+        children[:2] = children[1::-1]
+    for child in children:
+        if isinstance(child, nodes.Name):
+            yield child
+        yield from _names_in_order(child)
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:

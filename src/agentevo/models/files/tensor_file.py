@@ -19,21 +19,28 @@ from agentevo.models.compute.parts import Spec
 
 FILE_BYTES = 5 * 2**30
 """The most bytes of a file in a model's folder, unless a single tensor is larger."""
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
     torch.uint16: "U16",
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""The dtypes in the words of the format."""
 
 
 class TensorFile:
@@ -49,7 +56,7 @@ class TensorFile:
             spec = specs[name]
             self._offsets[name] = end
             entries[name] = {
-                "dtype": _DTYPE_NAMES[spec.dtype],
+                "dtype": DTYPE_NAMES[spec.dtype],
                 "shape": list(spec.shape),
                 "data_offsets": [end, end + spec.num_bytes],
             }

@@ -25,13 +25,18 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from agentevo.errors import ModelError
 from agentevo.models.compute.parts import Spec
-from agentevo.models.files.tensor_file import FILE_BYTES, split_files, write_files
-from agentevo.models.files.weight_files import INDEX, list_weight_files
+from agentevo.models.files.tensor_file import (
+    DTYPE_NAMES,
+    FILE_BYTES,
+    split_files,
+    write_files,
+)
+from agentevo.models.files.weight_files import INDEX, WHOLE, list_weight_files
 from agentevo.models.token_rows import causal_model
 from agentevo.runtime.parsing import read_json_object
 
-WHOLE = "model.safetensors"
 _KEY = "_agentevo_unused_tensors"
 """The attribute of a model with unused tensors. Copies of the model keep it."""
 _DRAFTS = re.compile(r"(^|\.)mtp\.")
@@ -53,8 +58,9 @@ class UnusedTensors:
 
 def remember_unused(model: PreTrainedModel, folder: Path, overrides: Mapping[str, Any]) -> None:
     """Finds the unused tensors of the folder that the model was loaded from, with `overrides` of
-    its configuration. Reads the headers of the files only."""
-    paths = list(list_weight_files(f"model {folder}", folder))
+    its configuration. Reads the headers of the files only. Raises ModelError for a tensor that
+    can't be copied."""
+    paths = list(list_weight_files(f"model {folder}", folder, [WHOLE]))
     config = AutoConfig.from_pretrained(folder)
     if not paths or getattr(config.get_text_config(), "quantization_config", None) is not None:
         return
@@ -78,11 +84,20 @@ def remember_unused(model: PreTrainedModel, folder: Path, overrides: Mapping[str
             renamed, _ = rename_source_key(name, renamings, converters, prefix, loaded)
             plain, _ = rename_source_key(name, [], [], prefix, loaded)
             if renamed not in loaded and plain not in loaded:
+                _check_dtype(path, name, file.get_slice(name).get_dtype())
                 files[name] = file
 
     if files:
         is_part = config.model_type != model.config.model_type
         vars(model)[_KEY] = UnusedTensors(files, config if is_part else None)
+
+
+def _check_dtype(path: Path, name: str, dtype: str) -> None:
+    if dtype not in DTYPE_NAMES.values():
+        raise ModelError(
+            f"{path}: the model does not use the tensor {name!r}, and its dtype {dtype} can't be "
+            "written into a checkpoint: remove it from the file"
+        )
 
 
 def write_unused(model: PreTrainedModel, folder: Path, *, only_drafts: bool = False) -> None:

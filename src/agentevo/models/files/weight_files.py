@@ -4,7 +4,7 @@ not detect changed weights. The digests of a checkpoint do (checkpoint_manifest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -14,7 +14,8 @@ from agentevo.models.checkpoint_manifest import verify_model
 from agentevo.runtime.parsing import read_json_object
 
 INDEX = "model.safetensors.index.json"
-SINGLE_FILES = ("model.safetensors", "adapter_model.safetensors")
+WHOLE = "model.safetensors"
+SINGLE_FILES = (WHOLE, "adapter_model.safetensors")
 """The files that may hold all weights of a model or an adapter."""
 MAX_HASHED_BYTES = 2**29
 """The size in bytes of files that are hashed within a second or two."""
@@ -48,9 +49,12 @@ def check_weight_files(key: str, folder: Path) -> None:
             ) from error
 
 
-def list_weight_files(key: str, folder: Path) -> Iterator[Path]:
-    """The safetensors files that loading opens."""
-    single_files = [folder / name for name in SINGLE_FILES if (folder / name).is_file()]
+def list_weight_files(
+    key: str, folder: Path, names: Sequence[str] = SINGLE_FILES
+) -> Iterator[Path]:
+    """The safetensors files that loading opens: those of `names` that exist, otherwise those of the
+    index."""
+    single_files = [folder / name for name in names if (folder / name).is_file()]
     yield from single_files
     if single_files or not (folder / INDEX).is_file():
         return

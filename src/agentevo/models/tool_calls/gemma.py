@@ -5,8 +5,8 @@ and keys without.
     FunctionGemma   <start_function_call>call:f{b:<escape>text<escape>}<end_function_call>
 
 A text has no escapes and ends at the next mark. Keys and texts in JSON's quotes are read as well. A
-value without marks that is no number, true, false or null is a text, up to the next comma or
-closing bracket.
+value without marks that is no number (of at most MAX_WORD characters), true, false or null is a
+text, up to the next comma or closing bracket.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import partial
 from agentevo.models.tool_calls.json_notation import MAX_DEPTH, NUMBER, checked_name, read_value
 from agentevo.models.tool_calls.output import OpenCall, ParsedOutput, Recovery, read_call, read_end
 from agentevo.models.tool_calls.parameters import json_text
-from agentevo.models.tool_calls.text import CallText, Wait, marks
+from agentevo.models.tool_calls.text import MAX_WORD, CallText, Wait, marks
 
 _WORDS = ("true", "false", "null")
 
@@ -81,7 +81,8 @@ class GemmaCalls:
 
         word, _ = yield from text.collect(",", "}", "]")
         word = word.strip()
-        return word if word in _WORDS or NUMBER.fullmatch(word) else json_text(word)
+        is_number = len(word) <= MAX_WORD and NUMBER.fullmatch(word)
+        return word if word in _WORDS or is_number else json_text(word)
 
     def _read_items(self, text: CallText, bracket: str, depth: int) -> Generator[None, None, str]:
         """Takes the rest of an object or list, and returns all of it as JSON."""
