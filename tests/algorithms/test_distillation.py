@@ -95,6 +95,9 @@ def test_a_task_has_the_teacher_of_its_source_its_environment_or_the_others():
         name: name for name in tasks
     }
 
+    for odd in (["gsm8k"], {"name": "gsm8k"}, 5, True):
+        assert teacher_of(Task(id="d", metadata={"data_source": odd}), section) == "rest"
+
     only_one = DistillationSection(teachers={"gsm8k": "maths"})
     check_teachers([tasks["maths"]], only_one)
     with pytest.raises(ConfigError, match=r"the task 'b' of the source 'unknown' has no teacher"):
