@@ -158,6 +158,10 @@ def test_groups_of_one_are_enough_for_a_teacher_alone():
         }
     )
     assert config.credit_rule.startswith("distillation (default: t; weight=1.0")
-    weighted = config.distillation.model_copy(update={"reward_weight": 0.5})
+    assert "center" not in config.credit_rule
+    weighted = config.distillation.model_copy(
+        update={"reward_weight": 0.5, "clip": 2.0, "center": True}
+    )
+    assert weighted.rule.endswith("reward_weight=0.5, clip=2.0, center)")
     both = config.model_copy(update={"distillation": weighted})
     assert both.credit_rule.startswith("grpo (") and "distillation (" in both.credit_rule

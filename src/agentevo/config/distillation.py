@@ -62,9 +62,10 @@ class DistillationSection(Section):
 
         names = ", ".join(f"{source}: {name}" for source, name in self.teachers.items())
         clip = "" if self.clip is None else f", clip={self.clip}"
+        center = ", center" if self.center else ""
         return (
             f"distillation ({names}; weight={self.weight}, reward_weight={self.reward_weight}"
-            f"{clip})"
+            f"{clip}{center})"
         )
 
 
