@@ -113,7 +113,7 @@ class VllmOptions(Section):
     def num_devices(self) -> int:
         """The number of devices of one engine."""
         sizes = (self.passed_on.get(name) for name in DEVICES)
-        return math.prod((self.tensor_parallel_size, *(size for size in sizes if size is not None)))
+        return math.prod([self.tensor_parallel_size, *(int(size or 1) for size in sizes)])
 
     @property
     def rounding(self) -> list[str]:
