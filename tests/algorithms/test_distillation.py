@@ -95,6 +95,9 @@ def test_a_task_has_the_teacher_of_its_source_its_environment_or_the_others():
         name: name for name in tasks
     }
 
+    for odd in (["gsm8k"], {"name": "gsm8k"}, 5, True):
+        assert teacher_of(Task(id="d", metadata={"data_source": odd}), section) == "rest"
+
     only_one = DistillationSection(teachers={"gsm8k": "maths"})
     check_teachers([tasks["maths"]], only_one)
     with pytest.raises(ConfigError, match=r"the task 'b' of the source 'unknown' has no teacher"):
@@ -155,6 +158,10 @@ def test_groups_of_one_are_enough_for_a_teacher_alone():
         }
     )
     assert config.credit_rule.startswith("distillation (default: t; weight=1.0")
-    weighted = config.distillation.model_copy(update={"reward_weight": 0.5})
+    assert "center" not in config.credit_rule
+    weighted = config.distillation.model_copy(
+        update={"reward_weight": 0.5, "clip": 2.0, "center": True}
+    )
+    assert weighted.rule.endswith("reward_weight=0.5, clip=2.0, center)")
     both = config.model_copy(update={"distillation": weighted})
     assert both.credit_rule.startswith("grpo (") and "distillation (" in both.credit_rule

@@ -52,7 +52,11 @@ def parser(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"kv_cache_memory_bytes": 1}, "set engine.kv_cache_gb"),
         ({"hf_overrides": {}}, "set model.config_overrides"),
         ({"logprobs_mode": "raw_logprobs"}, "the distribution drawn from"),
+        ({"hf_token": "secret"}, "environment variable HF_TOKEN"),
         ({"max_model_len": "long"}, "engine.options.max_model_len"),
+        ({"pipeline_parallel_size": "2"}, "pipeline_parallel_size: got '2': give a whole number"),
+        ({"pipeline_parallel_size": True}, "got True: give a whole number"),
+        ({"prefill_context_parallel_size": 0}, "got 0: give a whole number of at least 1"),
     ],
 )
 def test_an_argument_that_agentevo_sets_is_refused_with_its_key(
@@ -70,6 +74,10 @@ def test_an_argument_that_agentevo_sets_is_refused_with_its_key(
         ({"block_size": "x"}, "block_size: vLLM refuses 'x'"),
         ({"enable_dbo": "yes"}, "enable_dbo: got 'yes': give true or false"),
         ({"tensor_parallel": 2}, "did you mean tensor_parallel_size"),
+        (
+            {"cpu_offload_params": ["a", "--block-size=3", "b"]},
+            "cpu_offload_params: '--block-size=3' in the list begins with --",
+        ),
     ],
 )
 @pytest.mark.usefixtures("parser")

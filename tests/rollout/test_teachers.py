@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import torch
 
 from agentevo.config.distillation import DistillationSection
 from agentevo.errors import StoreError, TrainingError
@@ -72,6 +73,22 @@ def test_each_token_gets_the_log_prob_in_its_own_context():
         ids = row.sample.ids[row.sample.loss_mask]
         expected = {3: -2.003, 4: -3.004, 6: -5.006, 10: -7.01, 11: -8.011, 13: -1.013}
         assert numbers[: len(ids)].tolist() == pytest.approx([expected[int(i)] for i in ids])
+
+
+def test_a_branch_without_a_token_of_its_own_has_no_scores():
+    turns = [
+        Turn(index=0, prompt_ids=[1, 2], completion_ids=[3], logprobs=[-1], versions=[0],
+             finish_reason="stop"),
+        Turn(index=1, parent=0, prompt_ids=[5], completion_ids=[6], logprobs=[-1], versions=[0],
+             finish_reason="stop"),
+        Turn(index=2, parent=0, prompt_ids=[7], completion_ids=[], logprobs=[], versions=[],
+             finish_reason="length"),
+    ]  # fmt: skip
+    (attempt,) = scored(
+        [Trajectory(id="a", task_id="q", group_id="q/train@1", turns=turns)], PlaceModel()
+    )
+    table = teacher_table(trajectory_rows(attempt))
+    torch.testing.assert_close(table, torch.tensor([[-2.003, -4.006], [0.0, 0.0]]))
 
 
 def test_a_teacher_that_fails_fails_its_attempt_alone():

@@ -193,7 +193,9 @@ def made(name: str) -> PreTrainedModel:
     model = model_of(base, **(DEEP if extra == "deep" else {}))
     if extra == "lora":
         torch.manual_seed(3)
-        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        config = LoraConfig(
+            task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False
+        )
         model = get_peft_model(model, config).eval()
 
     if extra == "routed":

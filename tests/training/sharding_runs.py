@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,6 +22,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GraniteSWAConfig,
     GraniteSWAForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -65,6 +68,13 @@ SHAPE: dict[str, Any] = {
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SINKS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+CHUNKS = {
+    "attention_chunk_size": 5,
+    "intermediate_size_mlp": 48,
+    "no_rope_layers": [1, 0],
+    "floor_scale": 4,
+    "num_local_experts": 2,
+}
 WINDOW = {"pad_token_id": 0, "query_pre_attn_scalar": 8, "sliding_window": 6}
 MODELS: dict[str, Callable[..., PreTrainedModel]] = {
     "llama": lambda **more: LlamaForCausalLM(LlamaConfig(**SHAPE | more)),
@@ -76,17 +86,27 @@ MODELS: dict[str, Callable[..., PreTrainedModel]] = {
     "sinks": lambda **more: GraniteSWAForCausalLM(GraniteSWAConfig(**SHAPE | SINKS | more)),
     "moe": lambda **more: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE | EXPERTS | more)),
 }
+CONTEXT_MODELS: dict[str, Callable[..., PreTrainedModel]] = {
+    "chunks": lambda **more: Llama4ForCausalLM(Llama4TextConfig(**SHAPE | CHUNKS | more)),
+    "lora": MODELS["llama"],
+}
+"""Models that context parallelism alone divides."""
 
 
 def model_of(name: str, **more: Any) -> PreTrainedModel:
     """Prepared, with the weights that every process has. `more`: of its configuration."""
     torch.manual_seed(7)
-    model = MODELS[name](**more).eval()
+    model = (MODELS | CONTEXT_MODELS)[name](**more).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # biases and norms are made as constants
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    return prepare(model)
+    model = prepare(model)
+    if name != "lora":
+        return model
+
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(model, config).eval()
 
 
 def samples_of(seed: int, count: int = 6) -> list[Sample]:
@@ -267,7 +287,9 @@ def checks(count: int) -> dict[str, dict[str, float]]:
     found = {f"tensor {name}": of_tensor(name, ranks, plain()) for name in MODELS}
     found["tensor constrained"] = of_tensor("llama", ranks, constrained())
     context = init_device_mesh("cpu", (count,), mesh_dim_names=("context",))
-    found |= {f"context {name}": of_context(name, context, plain()) for name in MODELS}
+    found |= {
+        f"context {name}": of_context(name, context, plain()) for name in MODELS | CONTEXT_MODELS
+    }
     expert = init_device_mesh("cpu", (count,), mesh_dim_names=("expert",))
     found["experts"] = of_experts(expert)
     if count == 4:

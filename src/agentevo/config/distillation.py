@@ -48,8 +48,10 @@ class DistillationSection(Section):
         return self.enabled and self.reward_weight == 0
 
     def teacher_of(self, data_source: Any, environment: str | None) -> str | None:
-        """The teacher of a task with this `data_source` and environment; None if it has none."""
-        names = (data_source, environment, OTHER_SOURCES)
+        """The teacher of a task with this `data_source` and environment; None if it has none. A
+        `data_source` that is no text is nobody's."""
+        source = data_source if isinstance(data_source, str) else None
+        names = (source, environment, OTHER_SOURCES)
         return next((self.teachers[name] for name in names if name in self.teachers), None)
 
     @property
@@ -60,9 +62,10 @@ class DistillationSection(Section):
 
         names = ", ".join(f"{source}: {name}" for source, name in self.teachers.items())
         clip = "" if self.clip is None else f", clip={self.clip}"
+        center = ", center" if self.center else ""
         return (
             f"distillation ({names}; weight={self.weight}, reward_weight={self.reward_weight}"
-            f"{clip})"
+            f"{clip}{center})"
         )
 
 

@@ -41,3 +41,10 @@ def causal_model(model: PreTrainedModel) -> Any:
     """The transformers model inside adapters."""
     inner: Any = model
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The embeddings and layers of a model, inside adapters too: what returns hidden states. The
+    name that transformers has for it in Llama 4 (`base_model_prefix`) is none of its modules."""
+    causal = causal_model(model)
+    return getattr(causal, "model", causal) if causal.base_model is causal else causal.base_model

@@ -82,7 +82,20 @@ def test_a_server_echoes_the_prompt(extra):
     ("answer", "words"),
     [
         (gives(completion(None, -1.0, -2.0)), "3 log-probs for 5 tokens: its server must accept"),
-        (gives(completion(None, -1.0, None, -3.0, -4.0)), "no log-probs of the prompt's tokens"),
+        (gives(completion(None, *[-1.0] * 6)), "7 log-probs for 5 tokens"),
+        (gives(completion(None, -1.0, None, -3.0, -4.0)), "None is none"),
+        (gives(completion(None, -1.0, -2.0, 0.3, 0.9)), "0.3 is none .* not above 0"),
+        (gives(completion(None, -1.0, -2.0, True, -4.0)), "True is none"),
+        (gives(completion(None, -1.0, -2.0, "-3", -4.0)), "-3 is none"),
+        (gives(completion(None, -1.0, -2.0, -1e300, -4.0)), r"-1e\+300 is none"),
+        (gives(completion(None, -1.0, -2.0, -(10**400), -4.0)), "-10000.* is none"),
+        (
+            gives(
+                completion(None, -9.0, -1.0, -2.0, -3.0, -4.0)
+                | {"usage": {"prompt_tokens": 6, "completion_tokens": 1}}
+            ),
+            "counts 6 tokens in a prompt of 5",
+        ),
         (gives(chat("hello")), "no log-probs of the prompt's tokens"),
         (fails(404, "no such route"), "answered 404: no such route"),
     ],
@@ -96,8 +109,44 @@ def test_what_is_no_score_is_refused(answer, words):
         model.close()
 
 
+GOOD = completion(None, -1.0, -2.0, -3.0, -4.0)
+
+
+def test_an_answer_of_another_length_is_asked_for_again_and_never_cached(tmp_path):
+    with RemoteServer(gives(completion(None, -1.0)), gives(GOOD)) as server:
+        section = RemoteModelSection(base_url=server.base_url, model="m", cache=True)
+        model = RemoteModel("t", section, tmp_path)
+        assert scores(model) == scores(model) == [-3.0, -4.0]
+        assert len(server.received) == 2, "the second call is answered by the cache"
+        model.close()
+
+
+def test_further_fields_change_nothing_that_is_asked():
+    with RemoteServer(gives(GOOD)) as server:
+        extra = {"prompt": "hello", "echo": False, "logprobs": True, "priority": 1}
+        section = RemoteModelSection(base_url=server.base_url, model="m", extra=extra)
+        model = RemoteModel("t", section)
+        assert scores(model) == [-3.0, -4.0]
+        model.close()
+        (body,) = server.received
+
+    assert body["prompt"] == CONTEXT + IDS and body["echo"] is True and body["logprobs"] == 1
+    assert body["priority"] == 1
+
+
+def test_a_servers_pause_holds_for_every_api(monkeypatch):
+    with RemoteServer(gives(GOOD)) as server:
+        model = RemoteModel("t", RemoteModelSection(base_url=server.base_url, model="m"))
+        slept = []
+        monkeypatch.setattr("agentevo.inference.remote_models.http.time.sleep", slept.append)
+        model._server.pause_requests(50.0)
+        assert scores(model) == [-3.0, -4.0]
+        assert 40 < slept[0] <= 50
+        model.close()
+
+
 def test_a_busy_server_is_asked_again():
-    good = gives(completion(None, -1.0, -2.0, -3.0, -4.0))
+    good = gives(GOOD)
     with RemoteServer(fails(503), good) as server:
         model = RemoteModel("t", RemoteModelSection(base_url=server.base_url, model="m"))
         assert scores(model) == [-3.0, -4.0]

@@ -29,6 +29,7 @@ from agentevo.data.messages import messages_of
 from agentevo.errors import AgentEvoError, describe_error
 from agentevo.inference.conversations.conversation import Conversation
 from agentevo.inference.remote_models.http import Unanswered
+from agentevo.inference.remote_models.token_scores import check_scores
 from agentevo.inference.remote_models.wire import Listen, RemoteReply, Usage
 from agentevo.models.chat.answer_form import AnswerForm
 from agentevo.models.files.resolve import resolve
@@ -184,7 +185,7 @@ class EngineServer:
             message=Message("assistant", ""),
             finish_reason="stop",
             usage=Usage(prompt_tokens=len(prompt_ids), completion_tokens=0),
-            logprobs=[0.0] * (num_context - 1) + scores.logprobs,
+            logprobs=[0.0] * (num_context - 1) + check_scores(scores.logprobs),
         )
 
     async def _end(self) -> None:

@@ -6,6 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,13 @@ class EventReader:
                 yield data
 
 
+@dataclass
+class _Pause:
+    """Until when a server wants no requests, by the monotonic clock."""
+
+    until: float = 0.0
+
+
 class ModelServer:
     """See the module. Any thread may use it."""
 
@@ -108,11 +116,11 @@ class ModelServer:
         self._name = name
         self._key = key
         self._key_reference = key_reference
-        self._paused_until = 0.0
+        self._pause = _Pause()
 
     def speaking(self, wire: Wire, url: str) -> ModelServer:
         """The same server, asked and read by another API at the base URL `url`. Both share their
-        connections, and close together."""
+        connections and pauses, and close together."""
         other = copy.copy(self)
         other._wire = wire
         other.url = wire.path(url)
@@ -120,7 +128,7 @@ class ModelServer:
 
     def pause_requests(self, seconds: float) -> None:
         """Pauses the requests of all callers for this time, because the server asked for it."""
-        self._paused_until = max(self._paused_until, time.monotonic() + seconds)
+        self._pause.until = max(self._pause.until, time.monotonic() + seconds)
 
     def close(self) -> None:
         """Closes its connections."""
@@ -138,12 +146,12 @@ class ModelServer:
         import httpx
 
         until = time.monotonic() + within_s
-        if self._paused_until >= until:
+        if self._pause.until >= until:
             raise self._failure(
                 "its server asked for a longer pause than is left", is_retryable=False
             )
 
-        time.sleep(max(0.0, self._paused_until - time.monotonic()))
+        time.sleep(max(0.0, self._pause.until - time.monotonic()))
         time_left = max(until - time.monotonic(), 0.01)
         timeout = httpx.Timeout(time_left, connect=min(CONNECT_S, time_left))
         try:

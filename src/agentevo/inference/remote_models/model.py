@@ -38,13 +38,7 @@ from agentevo.inference.remote_models import anthropic_messages, openai_chat, to
 from agentevo.inference.remote_models.cache import ReplyCache
 from agentevo.inference.remote_models.http import ModelServer, Unanswered
 from agentevo.inference.remote_models.ledger import Ledger, LedgerLine, RemoteModelError, Spent
-from agentevo.inference.remote_models.wire import (
-    BadAnswerError,
-    Listen,
-    RemoteReply,
-    Usage,
-    WireRequest,
-)
+from agentevo.inference.remote_models.wire import Listen, RemoteReply, Usage, WireRequest
 from agentevo.models.chat.answer_form import AnswerForm
 from agentevo.models.files.resolve import missing_model
 from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
@@ -91,9 +85,6 @@ class RemoteModel:
             self._server = EngineServer(name, section)
         else:
             self._server = ModelServer(name, section.url, self._wire, key, section.api_key)
-
-        self._scorer: ModelServer | EngineServer | None = None
-        """The server as it is asked for log-probs of given tokens, from the first such call on."""
 
         file = f"{quote(name, safe='')}.jsonl"  # of this name and no other
         self.ledger = Ledger(folder and folder / file, section.budget, name)
@@ -163,7 +154,8 @@ class RemoteModel:
         if not wire_request.messages:
             raise BadRequestError("messages is a list with at least one message")
 
-        body = self._wire.body(self.section.url, self.section.model, wire_request)
+        section = self.section
+        body = self._wire.body(section.url, section.model, wire_request) | section.extra
         max_new = wire_request.max_new_tokens
         call = self._call(self._server, body, max_new, role, attempt, listen)
         return await self._result_of(call)
@@ -185,31 +177,15 @@ class RemoteModel:
         if not context_ids or not ids:
             raise BadRequestError("score: the context and the tokens have at least one token each")
 
-        body = token_scores.score_body(section.model, context_ids, ids)
-        if section.api == "engine":
+        body = section.extra | token_scores.score_body(section.model, context_ids, ids)
+        server = self._server
+        if isinstance(server, ModelServer):
+            server = server.speaking(token_scores.wire_of(len(context_ids) + len(ids)), section.url)
+        else:
             body["num_context"] = len(context_ids)
 
-        reply = await self._result_of(
-            self._call(self._scoring_server(), body, 1, role, attempt, None)
-        )
-        try:
-            return token_scores.scores_at_end(reply.logprobs, context_ids, ids)
-        except BadAnswerError as error:
-            raise RemoteModelError(
-                f"remote model {self.name} at {section.url} returned {error}"
-            ) from error
-
-    def _scoring_server(self) -> ModelServer | EngineServer:
-        """The server for `score`. It shares the connections of the server for `generate`."""
-        if self._scorer is None:
-            server = self._server
-            is_engine = self.section.api == "engine"
-            self._scorer = (
-                server
-                if is_engine or not isinstance(server, ModelServer)
-                else server.speaking(token_scores.WIRE, self.section.url)
-            )
-        return self._scorer
+        reply = await self._result_of(self._call(server, body, 1, role, attempt, None))
+        return reply.logprobs[len(context_ids) - 1 :]
 
     async def _result_of(self, call: Callable[[], RemoteReply]) -> RemoteReply:
         """The reply of a call, which runs on a thread."""
@@ -250,7 +226,6 @@ class RemoteModel:
         listen: Listen | None,
     ) -> Callable[[], RemoteReply]:
         """A checked request to a server, as a call for a thread."""
-        body = body | self.section.extra
         try:
             content = msgspec.json.encode(body)
             sent = content if listen is None else msgspec.json.encode({**self._wire.stream, **body})

@@ -7,14 +7,21 @@ The server is asked for one new token, because some refuse to make none. It is i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
+
 from agentevo.inference.remote_models import openai_chat
-from agentevo.inference.remote_models.wire import BadAnswerError, RemoteReply
+from agentevo.inference.remote_models.wire import BadAnswerError, RemoteReply, Wire
 from agentevo.types import Message
+
+ROUNDING = 0.01
+"""How far a server's rounding may lift a log-prob above 0, in nats."""
+_SMALLEST = float(np.finfo(np.float32).min)
+"""The smallest log-prob that a turn can hold."""
 
 
 def score_body(model: str, context_ids: Sequence[int], ids: Sequence[int]) -> dict[str, Any]:
@@ -29,18 +36,37 @@ def score_body(model: str, context_ids: Sequence[int], ids: Sequence[int]) -> di
     }
 
 
-def scores_of(answer: Mapping[str, Any]) -> RemoteReply:
-    """See Wire.reply. The reply has the log-probs of every token but the first, which nothing
-    predicts."""
+def wire_of(num_tokens: int) -> Wire:
+    """The API for one request about a prompt of `num_tokens` tokens."""
+    return replace(
+        openai_chat.WIRE,
+        path=lambda url: f"{url}/completions",
+        reply=partial(scores_of, num_tokens=num_tokens),
+    )
+
+
+def scores_of(answer: Mapping[str, Any], *, num_tokens: int) -> RemoteReply:
+    """See Wire.reply. The reply has the log-probs of every token of the prompt but the first, which
+    nothing predicts."""
     try:
-        logprobs = answer["choices"][0]["logprobs"]["token_logprobs"][1:]
-        if not all(map(math.isfinite, logprobs)):
-            raise ValueError("a log-prob is not finite")
+        logprobs = answer["choices"][0]["logprobs"]["token_logprobs"]
+        num_logprobs = len(logprobs)
+        if num_logprobs not in (num_tokens, num_tokens + 1):  # with the new token or without it
+            raise BadAnswerError(
+                f"{num_logprobs} log-probs for {num_tokens} tokens: its server must accept prompts "
+                "of token ids, with echo"
+            )
+        usage = openai_chat.usage_of(answer.get("usage"))
+        if usage is not None and usage.prompt_tokens != num_tokens:  # it has added a first token
+            raise BadAnswerError(
+                f"its server counts {usage.prompt_tokens} tokens in a prompt of {num_tokens}: it "
+                "must add none to prompts of token ids"
+            )
         return RemoteReply(
             message=Message("assistant", ""),
             finish_reason="stop",
-            usage=openai_chat.usage_of(answer.get("usage")),
-            logprobs=[min(float(logprob), 0.0) for logprob in logprobs],
+            usage=usage,
+            logprobs=check_scores(logprobs[1:num_tokens]),
         )
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise BadAnswerError(
@@ -48,19 +74,14 @@ def scores_of(answer: Mapping[str, Any]) -> RemoteReply:
         ) from error
 
 
-def scores_at_end(
-    logprobs: Sequence[float], context_ids: Sequence[int], ids: Sequence[int]
-) -> list[float]:
-    """The log-probs of `ids`, from those of all tokens but the first: [C + N - 1], or one more for
-    the new token -> [N]. Raises BadAnswerError for another number."""
-    first = len(context_ids) - 1
-    end = first + len(ids)
-    if len(logprobs) not in (end, end + 1):
-        raise BadAnswerError(
-            f"{len(logprobs) + 1} log-probs for {end + 1} tokens: its server must accept prompts "
-            "of token ids, with echo"
-        )
-    return list(logprobs[first:end])
-
-
-WIRE = replace(openai_chat.WIRE, path=lambda url: f"{url}/completions", reply=scores_of)
+def check_scores(logprobs: Sequence[Any]) -> list[float]:
+    """The log-probs, none above 0. Raises BadAnswerError for what is no log-prob, such as a
+    probability, and for one that no float32 can hold."""
+    for logprob in logprobs:
+        is_number = isinstance(logprob, int | float) and not isinstance(logprob, bool)
+        if not is_number or not _SMALLEST <= logprob <= ROUNDING:
+            raise BadAnswerError(
+                f"no log-probs of the prompt's tokens: {str(logprob)[:40]} is none (a log-prob is "
+                "a finite number, and not above 0)"
+            )
+    return [min(float(logprob), 0.0) for logprob in logprobs]

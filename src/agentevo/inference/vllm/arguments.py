@@ -102,6 +102,12 @@ def _parse(parser: argparse.ArgumentParser, action: argparse.Action, value: Any)
         words = [flag if value else action.option_strings[-1]]
     elif isinstance(value, list) and action.nargs in ("+", "*"):
         words = [flag, *map(_word, value)]
+        option = next((word for word in words[1:] if word.startswith("--")), None)
+        if option is not None:  # the parser would end the list before it
+            raise ConfigError(
+                f"engine.options.{action.dest}: {option!r} in the list begins with -- as an "
+                "argument of its own does: give values only"
+            )
     else:
         words = [f"{flag}={_word(value)}"]
 

@@ -35,6 +35,7 @@ REFUSED: Mapping[str, str] = {
     "config_format": _MODEL,
     "load_format": _MODEL,
     "revision": _MODEL,
+    "hf_token": "AgentEvo downloads the model, with the token in the environment variable HF_TOKEN",
     "tokenizer": "vLLM gets tokens and no text, so it has no tokenizer",
     "tokenizer_mode": "vLLM gets tokens and no text, so it has no tokenizer",
     "tokenizer_revision": "vLLM gets tokens and no text, so it has no tokenizer",
@@ -77,6 +78,8 @@ ROUNDING = ("quantization", "quantization_config", "kv_cache_dtype")
 """Options under which vLLM computes with rounded weights, or over rounded keys and values."""
 EXACT = ("auto", "float16", "bfloat16")
 """Values of `kv_cache_dtype` that round as a model's own dtype does."""
+DEVICES = ("pipeline_parallel_size", "prefill_context_parallel_size")
+"""Options that multiply the number of devices."""
 DRAFTING = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 """Options of speculative decoding."""
 
@@ -109,13 +112,8 @@ class VllmOptions(Section):
     @property
     def num_devices(self) -> int:
         """The number of devices of one engine."""
-        sizes = (
-            self.passed_on.get(name)
-            for name in ("pipeline_parallel_size", "prefill_context_parallel_size")
-        )
-        return math.prod(
-            size for size in (self.tensor_parallel_size, *sizes) if isinstance(size, int)
-        )
+        sizes = (self.passed_on.get(name) for name in DEVICES)
+        return math.prod([self.tensor_parallel_size, *(int(size or 1) for size in sizes)])
 
     @property
     def rounding(self) -> list[str]:
@@ -131,9 +129,14 @@ class VllmOptions(Section):
 
 def read_options(section: EngineSection) -> VllmOptions:
     """The options of the section. Raises the errors of `read_engine_options`, and ConfigError for
-    an argument of vLLM that AgentEvo sets. Options that only vLLM knows are not checked."""
+    an argument of vLLM that AgentEvo sets, or for a number of devices that is none. Other options
+    that only vLLM knows are not checked."""
     options = read_engine_options(section, VllmOptions, "vLLM")
-    for name in options.passed_on:
+    for name, value in options.passed_on.items():
         if name in REFUSED:
             raise ConfigError(f"engine.options.{name}: {REFUSED[name]}")
+        if name in DEVICES and value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(
+                f"engine.options.{name}: got {value!r}: give a whole number of at least 1"
+            )
     return options

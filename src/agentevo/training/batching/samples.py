@@ -248,7 +248,7 @@ def teacher_table(rows: Sequence[SampleRow]) -> torch.Tensor:
     table = torch.zeros(len(rows), max(len(row.turns) for row in rows))
     for index, (trajectory, _, turns) in enumerate(rows):
         scores = [trajectory.turns[turn].teacher_logprobs for turn in dict.fromkeys(turns.tolist())]
-        column = np.concatenate([np.asarray(score or (), dtype=np.float32) for score in scores])
+        column = np.array([x for score in scores for x in score or ()], dtype=np.float32)
         if len(column) != len(turns):
             raise TrainingError(
                 f"trajectory {trajectory.id} has a teacher's log-probs for {len(column)} of "

@@ -23,6 +23,7 @@ from agentevo.errors import TrainingError
 from agentevo.models.compute.attention import AttentionPlan
 from agentevo.models.compute.trial import LAYER_TYPES
 from agentevo.models.compute.windows import Window
+from agentevo.models.token_rows import decoder_of
 from agentevo.training.collectives import (
     Ranks,
     exchange_heads,
@@ -36,7 +37,7 @@ def context_parallel(model: PreTrainedModel, ranks: Ranks) -> None:
     TrainingError if its heads can't be divided."""
     check_context(model, ranks.size)
     hook = _ContextStretch(ranks)
-    decoder: nn.Module = model.base_model
+    decoder: nn.Module = decoder_of(model)
     decoder.register_forward_pre_hook(hook.before, with_kwargs=True)
     decoder.register_forward_hook(hook.after, with_kwargs=True)
 
