@@ -136,6 +136,14 @@ def test_names_that_are_taken_are_refused_in_the_recipe(name, message):
         ModelSection(name="tiny", template={name: 1})
 
 
+def test_a_value_with_which_the_template_fails_is_refused():
+    template = "{{ 'effort ' + x }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(
+        ModelError, match=r"model.template: with \{'x': 3\}, the chat template fails"
+    ):
+        tokenizer_of("{% if x is defined %}" + template + "{% endif %}", x=3)
+
+
 def test_values_that_no_json_has_are_refused():
     with pytest.raises(ValueError, match="finite number"):
         ModelSection(name="tiny", template={"x": float("inf")})

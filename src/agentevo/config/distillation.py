@@ -49,7 +49,9 @@ class DistillationSection(Section):
 
     def teacher_of(self, data_source: Any, environment: str | None) -> str | None:
         """The teacher of a task with this `data_source` and environment; None if it has none."""
-        names = (data_source, environment, OTHER_SOURCES)
+        names = [
+            name for name in (data_source, environment, OTHER_SOURCES) if isinstance(name, str)
+        ]
         return next((self.teachers[name] for name in names if name in self.teachers), None)
 
     @property
@@ -60,9 +62,10 @@ class DistillationSection(Section):
 
         names = ", ".join(f"{source}: {name}" for source, name in self.teachers.items())
         clip = "" if self.clip is None else f", clip={self.clip}"
+        center = ", center=True" if self.center else ""
         return (
             f"distillation ({names}; weight={self.weight}, reward_weight={self.reward_weight}"
-            f"{clip})"
+            f"{clip}{center})"
         )
 
 
