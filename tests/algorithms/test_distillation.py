@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -14,6 +15,7 @@ from agentevo.config import build_config
 from agentevo.config.distillation import DistillationSection
 from agentevo.errors import ConfigError
 from agentevo.rollout.teachers import check_teachers, teacher_of
+from agentevo.runs.orchestration.players import check_play
 from agentevo.types import Task
 
 LOGPROBS = st.lists(
@@ -102,6 +104,71 @@ def test_a_task_has_the_teacher_of_its_source_its_environment_or_the_others():
     check_teachers([tasks["maths"]], only_one)
     with pytest.raises(ConfigError, match=r"the task 'b' of the source 'unknown' has no teacher"):
         check_teachers([tasks["maths"], tasks["coins"]], only_one)
+    with pytest.raises(
+        ConfigError, match="the task 'c' without a data_source has no teacher: give"
+    ):
+        check_teachers([tasks["rest"]], only_one)
+
+
+def test_a_source_that_no_task_has_is_refused():
+    task = Task(id="a", metadata={"data_source": "gsm8k"})
+    section = DistillationSection(teachers={"gsm8K": "maths", "default": "rest"})
+    with pytest.raises(ConfigError, match=r"teachers.gsm8K: no task .* did you mean gsm8k\?"):
+        check_teachers([task], section)
+    check_teachers([], section)
+
+
+def test_a_data_source_that_is_no_text_names_no_teacher():
+    task = Task(id="a", metadata={"data_source": ["gsm8k"]})
+    assert teacher_of(task, DistillationSection(teachers={"default": "rest"})) == "rest"
+
+
+@pytest.mark.parametrize(
+    ("sources", "words"),
+    [
+        (["gsm8k"], None),
+        (["gsm8k", "code"], "the source 'code' has no teacher"),
+    ],
+)
+def test_only_tasks_to_train_on_need_a_teacher(tmp_path, sources, words):
+    files = {"train": sources, "eval": ["other"]}
+    for name, column in files.items():
+        rows = [
+            {
+                "question": f"{name} {number}",
+                "answer": "1",
+                "data_source": column[number % len(column)],
+            }
+            for number in range(8)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = build_config(
+        {
+            "agent": {"type": "single_turn"},
+            "rewards": [{"name": "numeric"}],
+            "tasks": {name: str(tmp_path / f"{name}.jsonl") for name in files},
+            "remote_models": {"t": {"base_url": "http://127.0.0.1:1/v1", "model": "m"}},
+            "distillation": {"teachers": {"gsm8k": "t"}},
+            "trainer": {"groups_per_step": 4},
+        }
+    )
+    if words is None:
+        check_play(config, None)
+    else:
+        with pytest.raises(ConfigError, match=words):
+            check_play(config, None)
+
+
+def test_a_source_that_an_environment_has_not_is_refused():
+    config = build_config(
+        {
+            "environment": {"type": "coins"},
+            "remote_models": {"t": {"base_url": "http://127.0.0.1:1/v1", "model": "m"}},
+            "distillation": {"teachers": {"coins": "t", "gsm8k": "t"}},
+        }
+    )
+    with pytest.raises(ConfigError, match=r"distillation\.teachers\.gsm8k: no task to train on"):
+        check_play(config, None)
 
 
 ENGINE = {"t": {"api": "engine", "model": "m"}}

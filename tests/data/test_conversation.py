@@ -113,6 +113,13 @@ def test_alpaca(tmp_path):
 
 
 BAD: list[tuple[str, Any]] = [
+    (
+        "template",
+        {
+            "messages": said("user:q", "assistant:a"),
+            "chat_template_kwargs": {"enable_thinking": True},
+        },
+    ),
     ("unknown_form", [1, 2]),
     ("unknown_form", {"text": "only a text"}),
     ("unknown_form", {"messages": "not json"}),

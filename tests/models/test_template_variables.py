@@ -136,6 +136,14 @@ def test_names_that_are_taken_are_refused_in_the_recipe(name, message):
         ModelSection(name="tiny", template={name: 1})
 
 
+def test_a_value_with_which_the_template_fails_is_refused():
+    template = "{{ 'effort ' + x }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(
+        ModelError, match=r"model.template: with \{'x': 3\}, the chat template fails"
+    ):
+        tokenizer_of("{% if x is defined %}" + template + "{% endif %}", x=3)
+
+
 @pytest.mark.parametrize(
     "value", [float("inf"), "\ud800", [10**5000]], ids=["inf", "surrogate", "long"]
 )

@@ -87,7 +87,7 @@ class RemoteModelSection(Section):
     """The server's name of the model. With `api: engine`, as in model.name: a folder, a run (its
     best checkpoint), or a known model; decoding is greedy if `temperature` is null."""
     tokenizer: str | None = None
-    """Of a teacher (distillation.teachers): its tokenizer, a folder or the name of a model.
+    """Of a teacher (distillation.teachers): its tokenizer, a folder, a run or the name of a model.
     Default: `model`."""
     device: DeviceName = "auto"
     """With `api: engine`: the device, as in model.device."""

@@ -181,6 +181,13 @@ def _detect(value: Mapping[str, Any]) -> str:
 
 
 def _of_messages(where: str, value: Mapping[str, Any]) -> ChatRow:
+    if value.get("chat_template_kwargs"):
+        raise RowError(
+            "template",
+            "the row has chat_template_kwargs, but all rows have the same values of the template's "
+            "variables: set model.template, and remove the column",
+        )
+
     key = "messages" if "messages" in value else "conversations"
     return _check_row(where, [dict(message) for message in _list(value, key)], value.get("tools"))
 

@@ -33,7 +33,7 @@ COMPARED = (
     "group/zero_std_ratio",
 )
 """The default metrics of a comparison, after held-out success."""
-MAIN = (*COMPARED, "actor/ppo_kl", "staleness/mean")
+MAIN = (*COMPARED, "actor/ppo_kl", "distillation/reverse_kl", "staleness/mean")
 """The metrics of a run's first page."""
 TITLES = {
     "train/success": "Success in training",
@@ -45,6 +45,7 @@ TITLES = {
     "actor/entropy": "Entropy, nats a token",
     "actor/ppo_kl": "KL to the sampling policy, nats a token",
     "actor/pg_clipfrac": "Clipped tokens, share",
+    "distillation/reverse_kl": "KL to the teacher, nats a token",
     "group/reward_std/mean": "Spread of rewards inside groups",
     "group/zero_std_ratio": "Groups whose rewards are all equal, share",
     "critic/vf_explained_var": "Returns that the critic predicts, share of variance",

@@ -73,6 +73,7 @@ def step_facts(metrics: Mapping[str, float | None]) -> dict[str, str]:
         ("grad", "actor/grad_norm", "{:.2f}"),
         ("entropy", "actor/entropy", "{:.2f}"),
         ("kl", "actor/ppo_kl", "{:.1e}"),
+        ("kl to teacher", "distillation/reverse_kl", "{:.2f}"),
         ("clipped", "actor/pg_clipfrac", "{:.1%}"),
         ("length", "response_length/mean", "{:.0f}"),
         ("merged", "agent/merge_rate", "{:.0%}"),

@@ -26,6 +26,7 @@ OPTIMISATION = (
     "actor/entropy",
     "actor/ppo_kl",
     "actor/pg_clipfrac",
+    "distillation/reverse_kl",
     "group/reward_std/mean",
     "group/zero_std_ratio",
     "critic/vf_explained_var",

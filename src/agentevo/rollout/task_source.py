@@ -254,6 +254,10 @@ class TaskSource:
         """All tasks that do not come from an environment."""
         return [*self._train, *self._held_out]
 
+    def given_to_train(self) -> list[Task]:
+        """The tasks to train on that do not come from an environment."""
+        return list(self._train)
+
     def _environment(self, purpose: Purpose, first: int, count: int) -> list[Task]:
         if self._config.environment is None:
             raise ConfigError(

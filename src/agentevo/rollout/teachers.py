@@ -14,7 +14,8 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from agentevo.config.distillation import OTHER_SOURCES, DistillationSection
-from agentevo.errors import AgentEvoError, ConfigError, describe_error
+from agentevo.config.field_words import suggest_nearest
+from agentevo.errors import AgentEvoError, ConfigError, describe_error, shown
 from agentevo.rollout.failures import TEACHER_PREFIX, ShowFailure
 from agentevo.runtime.event_loop import gather_all
 from agentevo.runtime.tracebacks import traceback_of
@@ -39,14 +40,34 @@ def teacher_of(task: Task, section: DistillationSection) -> str | None:
 
 
 def check_teachers(tasks: Sequence[Task], section: DistillationSection) -> None:
-    """Raises ConfigError for a task without a teacher."""
-    for task in tasks if section.enabled else ():
+    """Raises ConfigError for a task to train on that has no teacher, and for a source that none of
+    these tasks has."""
+    if not tasks or not section.enabled:
+        return
+
+    for task in tasks:
         if teacher_of(task, section) is None:
             source = task.metadata.get("data_source") or task.environment
+            remedy = f"add {source}: NAME" if source else "give its row a data_source"
             raise ConfigError(
-                f"distillation.teachers: the task {task.id!r} of the source {source!r} has no "
-                f"teacher: add its source, or {OTHER_SOURCES}: NAME for all other sources"
+                f"distillation.teachers: the task {task.id!r} "
+                f"{f'of the source {source!r}' if source else 'without a data_source'} has no "
+                f"teacher: {remedy}, or {OTHER_SOURCES}: NAME for all other sources"
             )
+
+    sources = {
+        source
+        for task in tasks
+        for source in (task.metadata.get("data_source"), task.environment)
+        if isinstance(source, str)
+    }
+    unknown = [name for name in section.teachers if name not in {*sources, OTHER_SOURCES}]
+    if unknown:
+        raise ConfigError(
+            f"distillation.teachers.{unknown[0]}: no task to train on has this source: "
+            f"{suggest_nearest(unknown[0], sorted(sources))}remove it, or write it like a "
+            f"data_source of the tasks ({shown(', '.join(sorted(sources)))})"
+        )
 
 
 class Teachers:

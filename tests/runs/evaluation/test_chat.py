@@ -21,14 +21,16 @@ import pytest
 import yaml
 
 from agentevo.cli.main import main
-from agentevo.config import build_config
+from agentevo.config import ModelSection, build_config
 from agentevo.config.recipe import to_yaml
-from agentevo.errors import ConfigError
+from agentevo.errors import ConfigError, ModelError
 from agentevo.inference.conversations.conversation import Conversation
+from agentevo.models.files.load import load_model
 from agentevo.runs.evaluation import chat as chat_module
 from agentevo.runs.evaluation.chat import ChatModel
-from agentevo.runs.evaluation.contestants import Contestant
+from agentevo.runs.evaluation.contestants import Contestant, find_contestants
 from agentevo.runs.folder.run_folder import run_config
+from agentevo.runs.orchestration.components import load_policy
 from agentevo.types import Message
 
 RECIPE = (
@@ -297,3 +299,32 @@ def test_what_can_t_be_talked_to_is_refused(words, expected, monkeypatch, capsys
     pipe(monkeypatch, b"Hello\n")
     assert main(["chat", *words]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_values_of_the_templates_variables_apply_to_a_folder_and_to_a_checkpoint(tmp_path):
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}{% if style %}{{ style }}{% endif %}"
+    )
+    tiny = {"tokenizer": "byte", "hidden_size": 32, "num_layers": 1, "num_heads": 2}
+    section = ModelSection(
+        name="tiny", tiny=tiny, chat_template=template, template={"style": "plain"}
+    )
+    loaded = load_model(section)
+    loaded.model.save_pretrained(tmp_path)
+    loaded.tokenizer.save_pretrained(tmp_path)
+
+    (contestant,) = find_contestants(
+        str(tmp_path), (), ("model.template.style=loud", "environment=coins"), ()
+    )
+    assert contestant.config.model.template == {"style": "loud"}
+    for checkpoint in (None, tmp_path):
+        tokenizer = load_policy(contestant.config, checkpoint).tokenizer
+        question = [{"role": "user", "content": "1+1?"}]
+        assert tokenizer.apply_chat_template(question, tokenize=False).endswith("loud")
+
+    (contestant,) = find_contestants(
+        str(tmp_path), (), ("model.template.nope=loud", "environment=coins"), ()
+    )
+    with pytest.raises(ModelError, match="does not read 'nope'"):
+        load_policy(contestant.config, tmp_path)

@@ -186,3 +186,9 @@ def test_more_ids_than_the_policys_are_no_other_tokenizer(distilled, teacher, tm
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(larger)
     check_dry(distilled(tmp_path / "run", f"remote_models.big.tokenizer={larger}"))
+
+
+def test_a_run_names_the_tokenizer(distilled, tmp_path, quiet_view):
+    run = tmp_path / "teacher"
+    train(distilled(run, "trainer.steps=0"), view=quiet_view())
+    check_dry(distilled(tmp_path / "run", f"remote_models.big.tokenizer={run}"))

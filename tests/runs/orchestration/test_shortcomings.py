@@ -74,6 +74,7 @@ def test_a_run_that_trained_on_nothing():
 def test_a_run_whose_every_group_had_equal_rewards():
     (words,) = progress(**{"group/zero_std_ratio": 1.0}).shortcomings(3)
     assert "In every one of 6 groups all attempts had the same reward" in words
+    assert progress(**{"group/zero_std_ratio": 1.0}).shortcomings(3, compares=False) == []
 
 
 def test_a_comparison_that_is_none():

@@ -39,8 +39,8 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     echo = fields.boolean(body, "echo")
     if logprobs >= 0 and echo:
         raise Refusal(
-            "logprobs with echo is not supported: the engine has no log-probs of a prompt; ask "
-            "for one of the two"
+            "logprobs with echo is not supported: the gateway gives no log-probs of a prompt; ask "
+            "for one of the two. As a teacher, use a model of AgentEvo with api: engine"
         )
 
     prompt, *more_prompts = prompts_of(body.get("prompt"))

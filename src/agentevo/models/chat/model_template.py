@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from agentevo.config.sections import CHAT_TEMPLATES, PLAIN
-from agentevo.errors import ModelError
+from agentevo.errors import ModelError, shown
+from agentevo.models.chat.chat_template import TEMPLATE_ERRORS
 from agentevo.models.chat.template_rendering import current_renderer
 from agentevo.models.chat.template_variables import variables_of, why_refused
 
@@ -65,6 +66,7 @@ def _set_variables(tokenizer: PreTrainedTokenizerBase, values: Mapping[str, Any]
     if problem is not None:
         raise ModelError(f"model.template: {problem}")
 
+    fails_already = _rendering_problem(tokenizer) is not None
     templates = tokenizer.chat_template
     if isinstance(templates, dict):
         tokenizer.chat_template = {
@@ -72,6 +74,23 @@ def _set_variables(tokenizer: PreTrainedTokenizerBase, values: Mapping[str, Any]
         }
     else:
         tokenizer.chat_template = _with_values(templates, values)
+
+    problem = _rendering_problem(tokenizer)
+    if problem is not None and not fails_already:
+        raise ModelError(
+            f"model.template: with {shown(dict(values))}, the chat template fails ({problem}): "
+            "give values of the types that it expects"
+        )
+
+
+def _rendering_problem(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Why the template can't render a question; None if it can."""
+    try:
+        question = {"role": "user", "content": "1+1?"}
+        current_renderer().render(tokenizer, [question], None, True, {})
+    except TEMPLATE_ERRORS as error:
+        return str(error)
+    return None
 
 
 def _with_values(template: str, values: Mapping[str, Any]) -> str:

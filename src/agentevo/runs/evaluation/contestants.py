@@ -107,7 +107,12 @@ def _resolve_target(word: str, overrides: Sequence[str], tasks: Sequence[str]) -
         raise ConfigError(f"{word}: a model alone has no tasks: give --tasks FILE, or environment=")
 
     config = build_config(tree, overrides, where=word, needs_environment=not tasks)
-    return _resolve_opponent(word, config)
+    contestant = _resolve_opponent(word, config)
+    if contestant.remote is not None or contestant.checkpoint is not None:
+        return contestant
+
+    model = config.model.model_copy(update={"name": word})
+    return Contestant(word, config.model_copy(update={"model": model}))
 
 
 def _with_checkpoint(first: Contestant, target: str, which: str) -> Contestant:

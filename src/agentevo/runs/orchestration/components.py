@@ -151,9 +151,14 @@ class Components:
 
 def checkpoint_section(section: ModelSection, checkpoint: Path) -> ModelSection:
     """The recipe's model as a checkpoint has it: a whole model, or an adapter over the recipe's own
-    base."""
+    base. Its chat template is the checkpoint's, with the recipe's values of the variables."""
     if not is_adapter_folder(checkpoint):
-        return ModelSection(name=str(checkpoint), dtype=section.dtype, device=section.device)
+        return ModelSection(
+            name=str(checkpoint),
+            dtype=section.dtype,
+            device=section.device,
+            template=section.template,
+        )
 
     if section.name == "tiny":
         raise ConfigError(

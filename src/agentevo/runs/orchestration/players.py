@@ -79,6 +79,7 @@ def check_play(config: RunConfig, tasks: Sequence[Task] | None) -> GivenTasks | 
     scoring = refusals.collect(Scoring, config.rewards, models=config.remote_models)
     if source is not None and scoring is not None:
         refusals.collect(_check_scoring, config, scoring, source.given())
+        refusals.collect(_check_teachers, config, source.given_to_train())
     elif config.agent.type != "function":
         refusals.collect(find_agent, config, None)
 
@@ -91,8 +92,14 @@ def _check_scoring(config: RunConfig, scoring: Scoring, tasks: Sequence[Task]) -
     check_agent_names(tasks, config.agent.type)
     needs_scorer = agent is not None and (agent.needs_scorer or any(map(asks_once, tasks)))
     scoring.check(tasks, needed=needs_scorer)
-    check_teachers(tasks, config.distillation)
     check_calibrated(scoring.configs(tasks), config.remote_models)
+
+
+def _check_teachers(config: RunConfig, tasks: Sequence[Task]) -> None:
+    environment = config.environment
+    if not tasks and environment is not None:  # all of its tasks have the same source
+        tasks = [Task(id=environment.type, environment=environment.type)]
+    check_teachers(tasks, config.distillation)
 
 
 def make_environment(config: RunConfig) -> TextEnvironment:

@@ -151,9 +151,12 @@ class RunProgress(msgspec.Struct):
             f"{'--resume and ' * (command == 'learn')}trainer.steps above {self.step} to continue"
         )
 
-    def shortcomings(self, num_steps: int, *, trains: bool = True) -> list[str]:
+    def shortcomings(
+        self, num_steps: int, *, trains: bool = True, compares: bool = True
+    ) -> list[str]:
         """Lines about a run that has ended after `num_steps` steps, if its numbers are misleading.
-        `trains`: the run was meant to train on attempts."""
+        `trains`: the run was meant to train on attempts; `compares`: on the differences of their
+        rewards."""
         remarks: list[str] = []
         if self.step < num_steps:
             return remarks
@@ -166,7 +169,7 @@ class RunProgress(msgspec.Struct):
                 + (f" (dropped attempts: {why})." if why else ".")
             )
 
-        if self.groups and self.groups == self.equal_groups:
+        if compares and self.groups and self.groups == self.equal_groups:
             remarks.append(
                 f"In every one of {self.groups} group{'s' * (self.groups != 1)} all attempts had "
                 "the same reward: no attempt was better than another. `agentevo doctor` lists "
@@ -260,7 +263,8 @@ class RunRecord:
             num_steps = step
 
         trains = self._config.trainer.epochs > 0
-        for text in self.progress.shortcomings(num_steps, trains=trains):
+        compares = not self._config.distillation.is_alone
+        for text in self.progress.shortcomings(num_steps, trains=trains, compares=compares):
             self.warn(text)
 
     def write_summary(

@@ -14,7 +14,7 @@ from agentevo.config import RunConfig
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.errors import ConfigError, ModelError, UnknownNameError, shown
 from agentevo.models.files.load import load_tokenizer
-from agentevo.models.files.resolve import saved_folder
+from agentevo.models.files.resolve import saved_folder, split_run
 
 
 def check_tokenizers(config: RunConfig, policy: PreTrainedTokenizerBase) -> None:
@@ -53,7 +53,8 @@ def _vocabulary_of(where: str, name: str, section: RemoteModelSection) -> dict[s
     try:
         own_folder = Path(source).expanduser()
         is_folder = section.tokenizer is not None and os.path.isdir(own_folder)
-        folder = own_folder if is_folder else saved_folder(source)
+        is_run = split_run(own_folder)[0] is not None
+        folder = own_folder if is_folder and not is_run else saved_folder(source)
     except (ModelError, UnknownNameError) as error:
         raise ConfigError(f"{where} can't be compared with the policy's: {error}: {remedy}") from (
             error
