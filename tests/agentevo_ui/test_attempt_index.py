@@ -383,6 +383,30 @@ def test_a_run_that_was_made_anew_is_read_anew(
         indexer.stop()
 
 
+def test_an_attempt_that_is_removed_while_a_page_is_made_is_not_on_it(
+    tmp_path: Path, sqlite_url: str, cache: Path
+) -> None:
+    write(sqlite_url, ["a@0#0", "a@0#1"])
+    indexer = Indexer(sqlite_url, every_s=0.05)
+    indexer.start()
+    try:
+        until(lambda: total(indexer.reader) == 2)
+    finally:
+        indexer.stop()
+
+    with indexer.reader.open() as index:
+        assert len(index.columns["reward"]) > 1
+        with closing(sqlite3.connect(indexer.path)) as connection, connection:
+            query = "SELECT seq FROM attempts ORDER BY id"
+            first, second = [row[0] for row in connection.execute(query)]
+            connection.execute(
+                "REPLACE INTO attempts (seq, alive, change) VALUES (?, 0, 999)", (first,)
+            )
+        assert [row.id for row in index.rows([first, second])] == ["a@0#1"]
+        groups, _, _ = index.step_groups(Selection())
+        assert [row.id for group in groups for row in group] == ["a@0#1"]
+
+
 def test_an_index_that_breaks_while_it_is_used_says_so(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite"
     reader = IndexReader(path)

@@ -291,8 +291,13 @@ class OpenIndex:
         return [_row(rows[seq], snippets.get(seq, "")) for seq in seqs if seq in rows]
 
     def _by_seq(
-        self, names: str, seqs: Sequence[int], table: str = "attempts WHERE seq", *values: str
+        self,
+        names: str,
+        seqs: Sequence[int],
+        table: str = "attempts WHERE alive AND seq",
+        *values: str,
     ) -> Iterator[sqlite3.Row]:
+        """The rows with these numbers, without attempts that were removed in the meantime."""
         for start in range(0, len(seqs), 5_000):
             chunk = seqs[start : start + 5_000]
             marks = ", ".join("?" * len(chunk))
