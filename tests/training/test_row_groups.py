@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import numpy as np
 import pytest
 import torch
 
-from agentevo.config import ParallelSection
+from agentevo.config import MemorySection, ParallelSection
 from agentevo.errors import ModelError, TrainingError
+from agentevo.models.compute import rows
+from agentevo.models.compute.activations import keep_activations
+from agentevo.models.compute.attention import prepare
 from agentevo.models.compute.routers import enable_routing
+from agentevo.models.compute.row_states import fork_state
+from agentevo.models.compute.rows import row_settings, shares_prefixes
 from agentevo.training.batching import row_groups
 from agentevo.training.batching.row_groups import row_passes
 from agentevo.training.distribute import check_spread
@@ -110,6 +116,39 @@ def test_a_deep_tree_needs_no_recursion():
     tree = build_tree([[*stem[:n], 9] for n in range(3, 3000)])
     passes = passes_of(tree, np.arange(tree.num_nodes), shares=True)
     assert sum(g.input_ids.numel() for g in passes.groups) < 10 * tree.num_nodes
+
+
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [
+        ("lfm2", True),
+        ("qwen3-next", True),
+        ("minimax", False),
+        ("gpt-oss-rows", False),
+        ("mamba", False),
+        ("bloom", True),
+    ],
+)
+def test_models_whose_rows_continue_from_a_state(name, shares, random_model):
+    assert row_settings(random_model(name).model).shares is shares
+    assert shares_prefixes(random_model(name).model, wanted=True) is shares
+    assert not shares_prefixes(random_model(name).model, wanted=False)
+
+
+def test_states_that_pass_no_gradient_on_are_not_shared(random_model, monkeypatch):
+    def fork_without_gradient(*args):
+        with torch.no_grad():
+            return fork_state(*args)
+
+    monkeypatch.setattr(rows, "fork_state", fork_without_gradient)
+    model = prepare(copy.deepcopy(random_model("lfm2").alone), compute="rows")
+    assert not row_settings(model).shares
+
+
+def test_checkpointed_layers_would_change_a_state_twice(random_model):
+    model = copy.deepcopy(random_model("lfm2").model)
+    keep_activations(model, MemorySection(checkpointing="full"))
+    assert not shares_prefixes(model, wanted=True)
 
 
 @pytest.mark.parametrize("key", ["tensor", "context", "expert", "pipeline"])

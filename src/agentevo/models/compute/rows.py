@@ -113,6 +113,16 @@ def shares_states(model: nn.Module) -> bool:
     )
 
 
+def describe_rows(model: nn.Module) -> str:
+    """How and why the model computes rows; empty for a model that computes the token tree."""
+    settings = row_settings(model)
+    if settings is None:
+        return ""
+
+    prefixes = ", and shared prefixes once" if shares_states(model) else ""
+    return f"rows by its own forward pass{prefixes}: {settings.reason}"
+
+
 def use_rows(model: PreTrainedModel, reason: str) -> None:
     """Makes a model compute rows, in place. `reason`: why it does not compute the tree. Raises
     ModelError for a model in which a token sees later ones, whose positions do not begin at 0, or
