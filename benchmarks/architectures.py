@@ -47,6 +47,7 @@ from agentevo.models.compute.attention import prepare
 from agentevo.models.compute.rows import row_settings
 from agentevo.models.compute.trial import REMEDY
 from agentevo.models.known_ways import FILE as WAYS
+from agentevo.training.batching import row_groups
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.types import Sample, SamplingParams
@@ -67,19 +68,24 @@ everything else are the same over both:
   (gpt-oss, MiMo V2 Flash, Granite SWA).
 - **rows**: the model's own forward pass, with a sequence per row. For all other models: recurrent
   layers, convolutions, sparse attention, models without transformers' attention interface.
+  **rows, shared**: a prefix that sequences share is computed once as well. Their passes continue
+  from its state (recurrent states, convolutions' inputs, keys and values), and the gradient flows
+  back through it.
 
 Every model is checked when it is loaded. `prepare` runs a short text through the model twice, as
 transformers does and as the tree does (`models/compute/trial.py`). If the results differ, the model
-computes rows, and the run says so with the reason. A model in which a token sees later tokens is
-refused. `trainer.compute` (`auto`, `tree`, `rows`) makes the choice yourself: with `tree`, a model
-that the tree can't compute is refused. `agentevo list models` shows the way of each known model
-and of each model type, without loading one.
+computes rows, and the run says so with the reason. A second trial shows whether its passes continue
+from a state with the right log-probs and gradients (`models/compute/rows.py`). A model in which a
+token sees later tokens is refused. `trainer.compute` (`auto`, `tree`, `rows`) makes the choice
+yourself: with `tree`, a model that the tree can't compute is refused. `agentevo list models` shows
+the way of each known model and of each model type, without loading one.
 
-What rows cost: prefixes that samples share are computed once per sample, and
-`trainer.parallel.tensor`, `context`, `expert` and `pipeline`, `trainer.routing_replay`,
-`engine.routed_experts` and `engine.batch_invariant` need the tree.
-[Engines](engines.md#models-that-compute-rows) says how the embedded engine generates with such a
-model.
+What rows cost: if states are not shared, prefixes are computed once per sample. That also holds for
+prefixes that save fewer than 128 tokens, and for all prefixes with `memory.checkpointing`,
+`memory.offload_activations` or `trainer.parallel.shard`. `trainer.parallel.tensor`, `context`,
+`expert` and `pipeline`, `trainer.routing_replay`, `engine.routed_experts` and
+`engine.batch_invariant` need the tree. [Engines](engines.md#models-that-compute-rows) says how the
+embedded engine generates with such a model.
 
 `python benchmarks/architectures.py --write` made the tables with transformers {version}, on tiny
 models with random weights in float32 on a CPU: {counts}
@@ -89,7 +95,7 @@ models with random weights in float32 on a CPU: {counts}
 A figure is the largest difference of a log-prob, in nats, from transformers' eager attention on
 each sequence alone in float64:
 
-- **way**: tree or rows
+- **way**: tree or rows, with shared prefixes of any length
 - **training**: in a training pass over several sequences
 - **engine**: in the engine, for tokens as drawn
 - **gradient**: |g - g64| / |g64| for the gradient g of the packed pass
@@ -202,7 +208,8 @@ def check(name: str) -> Row:
         row.defect = _one_line(error)
         return row
 
-    row.way = "tree" if row_settings(prepared) is None else "rows"
+    settings = row_settings(prepared)
+    row.way = "tree" if settings is None else "rows, shared" if settings.shares else "rows"
     try:
         row.figures = _figures(model, prepared)
         row.figures |= _lora_figures(model)
@@ -365,8 +372,12 @@ def page(rows: Sequence[Row]) -> str:
         for verdict in ("exact", "refused", "not tried", "defect")
     }
     counts = ", ".join(f"{len(part)} {verdict}" for verdict, part in by_verdict.items() if part)
-    rows_count = sum(row.way == "rows" for row in by_verdict["exact"])
-    counts += f".\n{rows_count} of the exact ones compute rows."
+    exact_ways = [row.way for row in by_verdict["exact"]]
+    shared = exact_ways.count("rows, shared")
+    counts += (
+        f".\n{shared + exact_ways.count('rows')} of the exact ones compute rows, {shared} of them"
+    )
+    counts += " shared prefixes once."
     lines = [
         INTRODUCTION.format(version=transformers.__version__, counts=counts),
         "## Exact",
@@ -399,7 +410,10 @@ def page(rows: Sequence[Row]) -> str:
 def ways(rows: Sequence[Row]) -> dict[str, list[str]]:
     """src/agentevo/models/ways.json: the model types of each way, without their variants."""
     exact = [row for row in rows if row.verdict == "exact" and "," not in row.name]
-    return {way: [row.name for row in exact if row.way == way] for way in ("tree", "rows")}
+    return {
+        way: [row.name for row in exact if row.way.partition(",")[0] == way]
+        for way in ("tree", "rows")
+    }
 
 
 def _exact_line(row: Row) -> str:
@@ -428,6 +442,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    row_groups.SMALLEST_SAVING = 1  # the texts are short
 
     rows = []
     for name in options.names or all_names():
@@ -435,7 +450,7 @@ def main() -> None:
         rows.append(row)
         figures = "  ".join(f"{key} {value:.1e}" for key, value in row.figures.items())
         reason = row.defect or row.refusal or row.missing or row.lora_refusal
-        print(f"{row.verdict:9} {name}: {figures} {reason}".rstrip(), flush=True)
+        print(f"{row.verdict:9} {name} ({row.way}): {figures} {reason}".rstrip(), flush=True)
 
     if options.write:
         PAGE.write_text(page(rows), encoding="utf-8")

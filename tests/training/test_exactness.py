@@ -21,6 +21,7 @@ from slow import slow
 from agentevo.config import AlgorithmSection, CriticSection, LoraSection, TrainerSection
 from agentevo.models.compute.attention import prepare
 from agentevo.models.compute.rows import row_settings, shares_prefixes
+from agentevo.training.batching import row_groups
 from agentevo.training.batching.packing import pack
 from agentevo.training.batching.passes import micro_batches, token_tables
 from agentevo.training.kernels.output_layer import token_logprobs
@@ -163,14 +164,17 @@ def check_update(model, alone, samples, tokens: int, slow_loss, gradient) -> Non
 @pytest.mark.parametrize(
     "name", [*QUICK, *slow(*(name for name in ARCHITECTURES if name not in QUICK))]
 )
-def test_updates_of_random_tries(name, random_model, samples_of, slow_loss, gradient):
+def test_updates_of_random_tries(name, random_model, samples_of, slow_loss, gradient, monkeypatch):
     one = copy.deepcopy(random_model(name))
 
     @few(4)
-    @given(tries, st.sampled_from([64, 16384]), st.sampled_from([1.0, 0.8]))
-    @example(DEEP, 16384, 1.0)
-    @example(DEEP, 64, 0.7)
-    def any_trie(sequences, tokens, temperature):
+    @given(
+        tries, st.sampled_from([64, 16384]), st.sampled_from([1.0, 0.8]), st.sampled_from([1, 128])
+    )
+    @example(DEEP, 16384, 1.0, 1)
+    @example(DEEP, 64, 0.7, 1)
+    def any_trie(sequences, tokens, temperature, smallest_saving):
+        monkeypatch.setattr(row_groups, "SMALLEST_SAVING", smallest_saving)
         check_update(
             one.model,
             one.alone,

@@ -13,17 +13,23 @@ computed in another way: token by token, one sequence after another, or from the
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 
 from agentevo.inference.embedded.mamba_steps import bounded_steps
+from agentevo.models.compute.row_states import (
+    CACHE_NAMES,
+    combine_states,
+    state_of,
+    state_tensors,
+)
 from agentevo.models.compute.rows import RowGroup, accepted_inputs, padded_group, run_rows
 from agentevo.models.compute.trial import (
     evaluating,
@@ -36,11 +42,6 @@ from agentevo.models.token_rows import causal_model
 if TYPE_CHECKING:
     from agentevo.inference.embedded.state_scheduler import StateSequence
 
-LENGTH_AXES = {"keys": -2, "values": -2, "indexer_keys": 1}
-"""Attribute of a cache's layer -> the axis of its tensor along which tokens lie. The other tensors
-have the same size for any number of tokens."""
-CACHE_NAMES = ("past_key_values", "cache_params")
-"""The names of the argument, and of the result, that hold the state."""
 TYPICAL_TOKENS = 1024
 """The length of a sequence over which the fixed part of a state is spread, to count memory in
 tokens."""
@@ -129,8 +130,7 @@ def run_states(
     with bounded_steps(model) if is_step else nullcontext():
         outputs = run_rows(model, group, **{"use_cache": True, **inputs})
 
-    name = next((name for name in CACHE_NAMES if name in accepted), None)
-    return outputs.logits[0], None if name is None else getattr(outputs, name, None)
+    return outputs.logits[0], state_of(outputs, accepted)
 
 
 def copy_state(state: Any) -> Any:
@@ -219,7 +219,7 @@ def _pass_stacked(
 def _sizes(state: Any) -> tuple[int, int]:
     """The bytes of a state: the fixed part, and those of each token."""
     fixed = token = 0
-    for place in _places(state):
+    for place in state_tensors(state):
         tensor = place.tensor
         size = tensor.numel() * tensor.element_size()
         if place.axis is None:
@@ -229,59 +229,9 @@ def _sizes(state: Any) -> tuple[int, int]:
     return fixed, token
 
 
-class _Place(NamedTuple):
-    """A tensor of a state that has a row per sequence."""
-
-    holder: dict[Any, Any]
-    key: Any
-    tensor: torch.Tensor
-    axis: int | None
-    """The axis of its tokens."""
-
-
-def _places(state: Any) -> Iterator[_Place]:
-    for layer in state.layers:
-        attributes = vars(layer)
-        for name, value in list(attributes.items()):
-            if isinstance(value, torch.Tensor):
-                if value.dim() and value.numel():
-                    yield _Place(attributes, name, value, LENGTH_AXES.get(name))
-            elif isinstance(value, dict):
-                for key, tensor in value.items():
-                    if isinstance(tensor, torch.Tensor) and tensor.dim():
-                        yield _Place(value, key, tensor, None)
-
-
-def _combine(
-    states: Sequence[Any],
-    length: int,
-    combine: Callable[[list[torch.Tensor], int | None], torch.Tensor],
-) -> Any:
-    """A new state of `length` tokens. `combine` makes each tensor of it from those of the states
-    and from the axis of their tokens."""
-    combined = copy.copy(states[0])
-    combined.layers = [_copy_layer(layer) for layer in states[0].layers]
-    for target, *sources in zip(_places(combined), *map(_places, states), strict=True):
-        target.holder[target.key] = combine([source.tensor for source in sources], target.axis)
-
-    for layer in combined.layers:
-        if hasattr(layer, "cumulative_length"):
-            layer.cumulative_length = length
-
-    return combined
-
-
-def _copy_layer(layer: Any) -> Any:
-    copied = copy.copy(layer)
-    for name, value in vars(layer).items():
-        if isinstance(value, dict):
-            setattr(copied, name, dict(value))
-    return copied
-
-
 def select_rows(state: Any, rows: list[int], length: int) -> Any:
     """A new state of these rows."""
-    return _combine([state], length, lambda tensors, axis: tensors[0][rows])
+    return combine_states([state], length, lambda tensors, axis: tensors[0][rows])
 
 
 def _keep_last(state: Any, length: int) -> Any:
@@ -293,7 +243,7 @@ def _keep_last(state: Any, length: int) -> Any:
             return tensor
         return tensor.narrow(axis, tensor.shape[axis] - length, length).clone()
 
-    return _combine([state], length, keep)
+    return combine_states([state], length, keep)
 
 
 def _join_states(states: Sequence[Any], width: int) -> Any:
@@ -306,7 +256,7 @@ def _join_states(states: Sequence[Any], width: int) -> Any:
         size = min(width, max(tensor.shape[axis] for tensor in tensors))
         return torch.cat([_resize(tensor, axis, size) for tensor in tensors])
 
-    return _combine(states, width, join)
+    return combine_states(states, width, join)
 
 
 def _resize(tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:

@@ -6,11 +6,15 @@ transformers (models/compute/trial.py): recurrent layers, convolutions, sparse a
 without transformers' attention interface. Rows of different length are padded on the right, where
 no token sees the padding. If padding changes a model's numbers, only rows of equal length share a
 pass.
+
+A prefix that several rows share is computed once where the model's state allows it: a pass over the
+prefix, and a pass over the rest of the rows that continues from the prefix's state
+(`RowGroup.parent`). Gradients flow back through the state. `use_rows` compares both computations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +26,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from agentevo.errors import ModelError
+from agentevo.models.compute.activations import CheckpointedLayer
+from agentevo.models.compute.row_states import CACHE_NAMES, fork_state, state_of
 from agentevo.models.compute.trial import (
     LAYER_TYPES,
     evaluating,
@@ -60,6 +66,8 @@ class RowSettings:
     """Why it does not compute the token tree."""
     pads: bool
     """Whether rows of different length can share a pass."""
+    shares: bool
+    """Whether a pass can continue from the state of a prefix, with its gradient."""
 
 
 class RowGroup(NamedTuple):
@@ -71,6 +79,12 @@ class RowGroup(NamedTuple):
     """[n] int64"""
     columns: torch.Tensor
     """[n] int64"""
+    parent: int | None = None
+    """The number of the pass from whose state all rows continue."""
+    start: int = 0
+    """The number of tokens of that state."""
+    is_parent: bool = False
+    """Whether other passes continue from the state of this one, which has one row."""
 
 
 def row_settings(model: nn.Module) -> RowSettings | None:
@@ -83,7 +97,30 @@ def row_settings(model: nn.Module) -> RowSettings | None:
 def shares_prefixes(model: nn.Module, wanted: bool) -> bool:
     """Whether the model's passes compute a common prefix of several sequences once. `wanted`:
     whether the recipe wants it (`prefix_merging`)."""
-    return wanted and row_settings(model) is None
+    return wanted and (row_settings(model) is None or shares_states(model))
+
+
+def shares_states(model: nn.Module) -> bool:
+    """Whether the model computes rows that can continue from the state of a prefix. With
+    checkpointed layers they can't: a layer that runs again would change its state again."""
+    settings = row_settings(model)
+    return (
+        settings is not None
+        and settings.shares
+        and not any(
+            isinstance(vars(module).get("forward"), CheckpointedLayer) for module in model.modules()
+        )
+    )
+
+
+def describe_rows(model: nn.Module) -> str:
+    """How and why the model computes rows; empty for a model that computes the token tree."""
+    settings = row_settings(model)
+    if settings is None:
+        return ""
+
+    prefixes = ", and shared prefixes once" if shares_states(model) else ""
+    return f"rows by its own forward pass{prefixes}: {settings.reason}"
 
 
 def use_rows(model: PreTrainedModel, reason: str) -> None:
@@ -92,7 +129,7 @@ def use_rows(model: PreTrainedModel, reason: str) -> None:
     whose own pass fails."""
     inner = causal_model(model)
     if next(inner.parameters()).is_meta:
-        vars(inner)[_KEY] = RowSettings(reason, pads=True)
+        vars(inner)[_KEY] = RowSettings(reason, pads=True, shares=False)
         return
 
     name = type(inner).__name__
@@ -134,7 +171,7 @@ def use_rows(model: PreTrainedModel, reason: str) -> None:
     pads = kinds <= PADDED_LAYERS and (
         logprob_difference(in_company, alone) <= trial_tolerance(model)
     )
-    vars(inner)[_KEY] = RowSettings(reason, pads)
+    vars(inner)[_KEY] = RowSettings(reason, pads, shares=pads and _continues_from_states(model))
 
 
 def _text_logits(
@@ -167,6 +204,64 @@ def _check_gradient(logits: torch.Tensor, model: PreTrainedModel) -> None:
                 raise ValueError(f"a pass leaves its state in {module_name}.{name}")
 
 
+def _continues_from_states(model: PreTrainedModel) -> bool:
+    """Whether passes that continue from states give the logits of the rows alone, and the gradient
+    of their prefixes. Texts of different length branch off at two places."""
+    (*text,), first, second = trial_texts(model)
+    half = len(text) // 2
+    branches = [first, second[:5]]
+    places = [(row, column) for row, ids in enumerate(branches) for column in range(len(ids))]
+    groups = [
+        padded_group([text[:half]], [], model)._replace(is_parent=True),
+        padded_group([text[half:]], [], model)._replace(parent=0, start=half, is_parent=True),
+        padded_group(branches, places, model)._replace(parent=1, start=len(text)),
+        padded_group([second], [(0, n) for n in range(len(second))], model)._replace(
+            parent=0, start=half
+        ),
+    ]
+    rows = [[*text, *first], [*text, *second[:5]], [*text[:half], *second]]
+    starts = [len(text), len(text), half]
+    alone = [
+        padded_group([ids], [(0, n) for n in range(start, len(ids))], model)
+        for ids, start in zip(rows, starts, strict=True)
+    ]
+    with evaluating(model), torch.enable_grad():
+        try:
+            logits, gradients = _logits_and_gradients(model, groups)
+            expected, of_rows = _logits_and_gradients(model, alone)
+        except Exception:  # noqa: BLE001 (whatever the model's own code raises: it can't do this)
+            return False
+
+    gradient = torch.cat(gradients[:2], dim=1)[0]
+    expected_gradient = of_rows[0][0, : len(text)] + of_rows[1][0, : len(text)]
+    expected_gradient[:half] += of_rows[2][0, :half]
+    difference = float((gradient - expected_gradient).norm() / expected_gradient.norm())
+    tolerance = trial_tolerance(model)
+    return logprob_difference(logits, expected) <= tolerance and difference <= tolerance
+
+
+def _logits_and_gradients(
+    model: PreTrainedModel, groups: Sequence[RowGroup]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The logits [n, V] of all passes, and the gradients [B, L, H] of the sum of their squares in
+    the embeddings of each pass."""
+    embeddings: list[torch.Tensor] = []
+
+    def record(layer: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        embeddings.append(output.detach().requires_grad_())
+        return embeddings[-1]
+
+    hook = causal_model(model).get_input_embeddings().register_forward_hook(record)
+    try:
+        outputs = run_groups(model, groups)
+    finally:
+        hook.remove()
+
+    logits = torch.cat([output.logits[0] for output in outputs]).float()
+    gradients = torch.autograd.grad(logits.square().sum(), embeddings)
+    return logits.detach(), [gradient.float() for gradient in gradients]
+
+
 def padded_group(
     texts: list[list[int]], places: list[tuple[int, int]], model: PreTrainedModel
 ) -> RowGroup:
@@ -186,6 +281,29 @@ def accepted_inputs(model: PreTrainedModel) -> frozenset[str]:
 @cache
 def _argument_names(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(signature(function).parameters)
+
+
+def run_groups(model: PreTrainedModel, groups: Sequence[RowGroup]) -> list[Any]:
+    """The results of the passes, as those of `run_rows`. A parent comes before the passes that
+    continue from it."""
+    accepted = accepted_inputs(model)
+    states: dict[int, Any] = {}
+    outputs = []
+    for number, group in enumerate(groups):
+        inputs: dict[str, Any] = {"use_cache": group.is_parent or group.parent is not None}
+        if group.parent is not None:
+            count, length = group.input_ids.shape
+            state = fork_state(states[group.parent], count, group.start)
+            inputs |= {name: state for name in CACHE_NAMES if name in accepted}
+            if "position_ids" in accepted:
+                places = torch.arange(length, device=group.input_ids.device) + group.start
+                inputs["position_ids"] = places.expand(count, -1)
+
+        outputs.append(run_rows(model, group, **inputs))
+        if group.is_parent:
+            states[number] = state_of(outputs[-1], accepted)
+
+    return outputs
 
 
 def run_rows(model: PreTrainedModel, group: RowGroup, **inputs: Any) -> Any:

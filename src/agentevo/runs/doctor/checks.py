@@ -97,11 +97,10 @@ def judge_drift(extended: int, branched: int, places: Sequence[str]) -> Check:
     return Check("drift", "warning", finding, advice)
 
 
-def describe_computation(rows_reason: str | None) -> Check:
-    """`rows_reason`: why the model computes rows; None if it computes the token tree."""
-    if rows_reason is None:
-        return Check("computation", "good", "the token tree: shared prefixes are computed once")
-    return Check("computation", "good", f"rows, by the model's own forward pass: {rows_reason}")
+def describe_computation(rows: str) -> Check:
+    """`rows`: how and why the model computes rows; empty if it computes the token tree."""
+    tree = "the token tree: shared prefixes are computed once"
+    return Check("computation", "good", rows or tree)
 
 
 def judge_logprobs(num_tokens: int, max_difference: float, dtype: str) -> Check:

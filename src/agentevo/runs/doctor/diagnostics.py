@@ -21,7 +21,7 @@ from agentevo.inference.embedded.kv_cache import kv_bytes_per_token
 from agentevo.inference.engine import Engine
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.compute.positions import context_length
-from agentevo.models.compute.rows import row_settings, shares_prefixes
+from agentevo.models.compute.rows import describe_rows, shares_prefixes
 from agentevo.models.files.load import LoadedModel
 from agentevo.observability import LiveView
 from agentevo.observability.remedies import remedies_of
@@ -99,7 +99,6 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
             if not attempts_with_turns:
                 return [*results, checks.judge_logprobs(0, 0.0, config.model.dtype)]
 
-            rows = row_settings(parts.model)
             num_turns = sum(len(attempt.turns) for attempt in attempts_with_turns)
             results += [
                 checks.judge_token_ids(
@@ -109,7 +108,7 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
                     measure.count_reencoded_differently(attempts_with_turns, parts.tokenizer),
                 ),
                 *_judge_drift(list(sampler.conversations.values())),
-                checks.describe_computation(None if rows is None else rows.reason),
+                checks.describe_computation(describe_rows(parts.model)),
                 checks.judge_logprobs(
                     *measure.max_logprob_difference(parts.model, attempts_with_turns, sampling),
                     config.model.dtype,

@@ -12,7 +12,7 @@ from agentevo.config.named_agents import policy_of, trained_policies
 from agentevo.config.parallel import world_size
 from agentevo.inference.engines import rounding_options
 from agentevo.models.compute.adapters import num_parameters
-from agentevo.models.compute.rows import row_settings
+from agentevo.models.compute.rows import describe_rows
 from agentevo.runs.folder.creation import RunCommand
 from agentevo.runs.orchestration.batch_sources import BatchSource, GivenPairs, RolloutBatches
 from agentevo.runs.orchestration.components import Components
@@ -136,8 +136,8 @@ def training_notes(parts: Components, command: RunCommand) -> list[str]:
     the model computes rows, the user's loss, how much of the model is trained, a number format that
     is slow on an accelerator, and missing tasks."""
     notes = [f"credit: {parts.config.credit_rule}"]
-    if (rows := row_settings(parts.model)) is not None:
-        notes.append(f"the model computes rows by its own forward pass: {rows.reason}")
+    if description := describe_rows(parts.model):
+        notes.append(f"the model computes {description}")
     if parts.config.algorithm.loss_function is not None:
         notes.append(f"loss: your function {parts.config.algorithm.loss_function}")
     if parts.config.model.lora.enabled:

@@ -63,17 +63,22 @@ class PackedBatch:
     """[N, layers, top_k] int64: see `node_rows`; None if nothing was recorded."""
     num_logical: int
     """The total number of tokens of all samples. Tokens that share a node count separately."""
-    _row_passes: dict[tuple[bool, bool], RowPasses] = field(default_factory=dict)
+    _row_passes: dict[tuple[bool, bool, bool], RowPasses] = field(default_factory=dict)
 
-    def row_passes(self, pads: bool, *, at_tokens: bool = False) -> RowPasses:
+    def row_passes(self, pads: bool, *, shares: bool, at_tokens: bool = False) -> RowPasses:
         """The passes of a model that computes rows. Their output is that of the nodes that predict
-        or, `at_tokens`, of the trained tokens themselves. `pads`: see RowSettings."""
-        key = (pads, at_tokens)
+        or, `at_tokens`, of the trained tokens themselves. `pads`, `shares`: see RowSettings."""
+        key = (pads, shares, at_tokens)
         if key not in self._row_passes:
             nodes = (self.nodes if at_tokens else self.logit_nodes).cpu().numpy()
             # If the model is divided, all processes must run the same number of passes.
             self._row_passes[key] = row_passes(
-                self.plan.tree, nodes, pads, any_sharded(), self.input_ids.device
+                self.plan.tree,
+                nodes,
+                pads=pads,
+                shares=shares,
+                as_one_pass=any_sharded(),
+                device=self.input_ids.device,
             )
         return self._row_passes[key]
 

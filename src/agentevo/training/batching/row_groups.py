@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,10 +11,17 @@ import numpy as np
 import torch
 
 from agentevo.models.compute.rows import RowGroup
+from agentevo.training.prefixes import common_prefix
 from agentevo.training.tree import TokenTree
 
 MAX_PADDING = 0.2
 """The largest share of padding in a pass."""
+SMALLEST_SAVING = 128
+"""The number of tokens that a pass over a shared prefix saves at least. A further pass costs about
+as much as computing so many tokens again."""
+SHORTEST = 2
+"""The smallest number of tokens that continue from a state. Models compute a single one by another
+function, for generation, which need not be differentiable."""
 
 
 class RowPasses(NamedTuple):
@@ -28,46 +36,138 @@ class RowPasses(NamedTuple):
         return torch.cat(list(outputs))[self.order]
 
 
+class _Stretch(NamedTuple):
+    """Tokens `start` to `stop` of a sequence, which one row of a pass computes."""
+
+    sequence: int
+    start: int
+    stop: int
+    parent: int | None
+    """The number of the stretch from whose state this one continues."""
+    is_parent: bool = False
+
+
 def row_passes(
-    tree: TokenTree, nodes: np.ndarray, pads: bool, as_one_pass: bool, device: torch.device
+    tree: TokenTree,
+    nodes: np.ndarray,
+    *,
+    pads: bool,
+    shares: bool,
+    as_one_pass: bool,
+    device: torch.device,
 ) -> RowPasses:
-    """The passes that compute the output of `nodes` [R]. Each sequence of the tree is a row. A
-    shared node is computed in every row, and its output is taken from one of them, whose gradient
-    is the node's. `pads`: whether rows of different length can share a pass. `as_one_pass`: all
-    rows share one."""
-    row_of_node = np.full(tree.num_nodes, -1)
+    """The passes that compute the output of `nodes` [R]. Each sequence of the tree is a row. A node
+    that several rows compute is taken from one of them, whose gradient is the node's. `pads`:
+    whether rows of different length can share a pass. `shares`: whether rows can continue from the
+    state of a prefix, which is then computed once. `as_one_pass`: all rows are in one pass."""
+    stretches = _divide(tree, shares and not as_one_pass)
+    stretch_of_node = np.full(tree.num_nodes, -1)
     column_of_node = np.zeros(tree.num_nodes, dtype=np.int64)
-    for row, path in enumerate(tree.paths):
-        missing = np.flatnonzero(row_of_node[path] < 0)
-        row_of_node[path[missing]] = row
+    for number, stretch in enumerate(stretches):
+        path = tree.paths[stretch.sequence][stretch.start : stretch.stop]
+        missing = np.flatnonzero(stretch_of_node[path] < 0)
+        stretch_of_node[path[missing]] = number
         column_of_node[path[missing]] = missing
 
-    rows = row_of_node[nodes]
-    lengths = [len(path) for path in tree.paths]
-    used = sorted(set(rows.tolist()), key=lengths.__getitem__)
-    groups = []
+    groups: list[RowGroup] = []
     taken = []
-    for members in [used] if as_one_pass else _alike(used, lengths, pads):
-        width = max(lengths[row] for row in members)
-        ids = np.zeros((len(members), width), dtype=np.int64)
-        place_of_row = np.full(len(lengths), -1)
-        for place, row in enumerate(members):
-            ids[place, : lengths[row]] = tree.ids[tree.paths[row]]
-            place_of_row[row] = place
-
-        mine = np.flatnonzero(place_of_row[rows] >= 0)
+    pass_of_stretch: dict[int | None, int] = {}
+    for members in _group(stretches, stretch_of_node[nodes], pads, as_one_pass):
+        first = stretches[members[0]]
+        place_of_stretch = np.full(len(stretches), -1)
+        place_of_stretch[members] = np.arange(len(members))
+        mine = np.flatnonzero(place_of_stretch[stretch_of_node[nodes]] >= 0)
         taken.append(mine)
+        if first.is_parent:
+            pass_of_stretch[members[0]] = len(groups)
+
         groups.append(
             RowGroup(
-                torch.as_tensor(ids, device=device),
-                torch.as_tensor(place_of_row[rows[mine]], device=device),
+                torch.as_tensor(_padded_ids(tree, [stretches[m] for m in members]), device=device),
+                torch.as_tensor(place_of_stretch[stretch_of_node[nodes[mine]]], device=device),
                 torch.as_tensor(column_of_node[nodes[mine]], device=device),
+                parent=pass_of_stretch.get(first.parent),
+                start=first.start,
+                is_parent=first.is_parent,
             )
         )
 
     order = np.empty(len(nodes), dtype=np.int64)
     order[np.concatenate(taken)] = np.arange(len(nodes))
     return RowPasses(groups, torch.as_tensor(order, device=device))
+
+
+def _divide(tree: TokenTree, shares: bool) -> list[_Stretch]:
+    """The stretches that together compute all nodes, each after its parent. Sequences that others
+    contain have none."""
+    sequence_of_leaf = {
+        int(path[-1]): sequence
+        for sequence, path in enumerate(tree.paths)
+        if tree.ends[path[-1]] == path[-1] + 1
+    }
+    # In the order of the tree, neighbours have the most nodes in common.
+    sequences = [sequence_of_leaf[leaf] for leaf in sorted(sequence_of_leaf)]
+    paths = [tree.paths[sequence] for sequence in sequences]
+    common = np.zeros(len(paths), dtype=np.int64)
+    if shares:
+        common[1:] = [common_prefix(*pair) for pair in itertools.pairwise(paths)]
+
+    stretches: list[_Stretch] = []
+    # Neighbours `first` to `last`, of whose tokens the stretch `parent` computes the first `start`.
+    divided: list[tuple[int, int, int, int | None]] = [(0, len(paths), 0, None)]
+    while divided:
+        first, last, start, parent = divided.pop()
+        if last - first == 1:
+            stretches.append(_Stretch(sequences[first], start, len(paths[first]), parent))
+            continue
+
+        stop = int(common[first + 1 : last].min())
+        saving = (stop - start) * (last - first - 1)
+        if stop - start >= SHORTEST and saving >= SMALLEST_SAVING:
+            stretches.append(_Stretch(sequences[first], start, stop, parent, is_parent=True))
+            start = stop
+            parent = len(stretches) - 1
+
+        cuts = first + 1 + np.flatnonzero(common[first + 1 : last] == stop)
+        borders = [first, *cuts.tolist(), last]
+        divided += [(*pair, start, parent) for pair in itertools.pairwise(borders)]
+
+    return stretches
+
+
+def _group(
+    stretches: list[_Stretch], stretch_of_output: np.ndarray, pads: bool, as_one_pass: bool
+) -> list[list[int]]:
+    """The numbers of the stretches of each pass, parents first. Only those that have an output, and
+    their parents."""
+    used = set(stretch_of_output.tolist())
+    for number in reversed(range(len(stretches))):
+        parent = stretches[number].parent
+        if number in used and parent is not None:
+            used.add(parent)
+
+    groups = [[number] for number in sorted(used) if stretches[number].is_parent]
+    lengths = [stretch.stop - stretch.start for stretch in stretches]
+    siblings: dict[int | None, list[int]] = {}
+    for number in sorted(used, key=lambda number: (lengths[number], number)):
+        if not stretches[number].is_parent:
+            siblings.setdefault(stretches[number].parent, []).append(number)
+
+    for members in siblings.values():
+        groups += [members] if as_one_pass else _alike(members, lengths, pads)
+
+    return groups
+
+
+def _padded_ids(tree: TokenTree, members: list[_Stretch]) -> np.ndarray:
+    """[B, L] int64"""
+    shortest = 0 if members[0].parent is None else SHORTEST
+    width = max(shortest, *(stretch.stop - stretch.start for stretch in members))
+    ids = np.zeros((len(members), width), dtype=np.int64)
+    for place, stretch in enumerate(members):
+        path = tree.paths[stretch.sequence][stretch.start : stretch.stop]
+        ids[place, : len(path)] = tree.ids[path]
+    return ids
 
 
 def _alike(rows: list[int], lengths: list[int], pads: bool) -> list[list[int]]:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from agentevo.models.compute.linear import FastLinear, PackedWeights
-from agentevo.models.compute.rows import row_settings, run_rows
+from agentevo.models.compute.rows import row_settings, run_groups, shares_states
 from agentevo.models.token_rows import causal_model, num_token_rows
 from agentevo.training.kernels.linear_logprobs import linear_logprobs, linear_logprobs_and_squares
 from agentevo.training.kernels.logprobs import selected_logprobs, sum_of_squares
@@ -114,20 +114,23 @@ def all_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
 def token_scores(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     """The output [M] at the trained tokens themselves of a model that scores every token."""
     run: Any = model
-    settings = row_settings(model)
-    if settings is None:
+    passes = _passes_of(model, batch, at_tokens=True)
+    if passes is None:
         inputs = {name: value for name, value in batch.inputs.items() if name != "logits_to_keep"}
         scores: torch.Tensor = run(**inputs).logits[0, batch.nodes, 0]
         return scores
 
-    passes = batch.row_passes(settings.pads, at_tokens=True)
-    return passes.join([run_rows(model, group).logits[0, :, 0] for group in passes.groups])
+    return passes.join([out.logits[0, :, 0] for out in run_groups(model, passes.groups)])
 
 
-def _passes_of(model: PreTrainedModel, batch: PackedBatch) -> RowPasses | None:
+def _passes_of(
+    model: PreTrainedModel, batch: PackedBatch, *, at_tokens: bool = False
+) -> RowPasses | None:
     """The passes of a model that computes rows; None for one that computes the batch's tree."""
     settings = row_settings(model)
-    return None if settings is None else batch.row_passes(settings.pads)
+    if settings is None:
+        return None
+    return batch.row_passes(settings.pads, shares=shares_states(model), at_tokens=at_tokens)
 
 
 def _run_passes(model: PreTrainedModel, batch: PackedBatch) -> list[torch.Tensor]:
@@ -136,7 +139,7 @@ def _run_passes(model: PreTrainedModel, batch: PackedBatch) -> list[torch.Tensor
     passes = _passes_of(model, batch)
     if passes is None:
         return [run(**batch.inputs).logits]
-    return [run_rows(model, group).logits for group in passes.groups]
+    return [output.logits for output in run_groups(model, passes.groups)]
 
 
 def allowed_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
