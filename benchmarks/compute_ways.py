@@ -1,5 +1,5 @@
-"""What computing a shared prompt once is worth: log-probs and gradient of 8 answers to one prompt by
-a random model (`trainer.compute`, `trainer.prefix_merging`):
+"""What it is worth to compute a shared prompt once: log-probs and gradient of 8 answers to one
+prompt by a random model (`trainer.compute`, `trainer.prefix_merging`):
 
     rows      each answer with its prompt, by transformers
     shared    rows that continue from the state of the prompt (recurrent models)
