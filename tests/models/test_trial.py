@@ -189,8 +189,18 @@ def test_what_no_config_tells_is_found_by_trying(wrapped, dtype, random_model):
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "qwen3-moe", "mixtral"),
-        *("gpt-oss", "granite-swa", "llama4"),
+        "llama",
+        "qwen2",
+        "qwen3",
+        "mistral",
+        "gemma2",
+        "gemma3",
+        "phi3",
+        "qwen3-moe",
+        "mixtral",
+        "gpt-oss",
+        "granite-swa",
+        "llama4",
     ],
 )
 def test_decoders_of_attention_and_feed_forward_are_accepted(name, dtype, random_model):

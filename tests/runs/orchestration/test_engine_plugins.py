@@ -184,7 +184,7 @@ def test_a_run_trains_with_a_transport_of_another_package(
         (["engine.type=torhc"], "no engine is called 'torhc': did you mean 'torch'"),
         (
             ["engine.type=vllm", "engine.options={tensor_paralel_size: 2}"],
-            "engine.options.tensor_paralel_size: .* mean tensor_parallel_size",
+            "engine.options.tensor_paralel_size.* mean tensor_parallel_size",
         ),
         (["engine.type=vllm", "engine.options={dtype: int4}"], "engine.options.dtype: got 'int4'"),
         (["engine.type=vllm", "engine.batch_invariant=true"], "engine.batch_invariant: vLLM"),

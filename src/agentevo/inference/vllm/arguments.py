@@ -26,7 +26,7 @@ def check_options(section: EngineSection) -> None:
     vLLM knows, it is imported, which takes seconds; nothing is started."""
     options = read_options(section)
     if find_spec("vllm") is None:
-        unchecked = ", ".join(f"engine.options.{name}" for name in options.passed_on)
+        unchecked = ", ".join(map(_unchecked_option, options.passed_on))
         checks = f" (without it, {unchecked} can't be checked)" if unchecked else ""
         raise MissingExtraError(
             f"engine.type=vllm needs the package 'vllm'{checks}: pip install 'agentevo[vllm]', or "
@@ -34,6 +34,13 @@ def check_options(section: EngineSection) -> None:
         )
 
     vllm_arguments(options)
+
+
+def _unchecked_option(name: str) -> str:
+    """The key of an option, and the known option whose name it resembles."""
+    # Names of vLLM's own must not be taken for a wrong spelling.
+    known = difflib.get_close_matches(name, VllmOptions.model_fields, n=1, cutoff=0.9)
+    return f"engine.options.{name}" + "".join(f" (did you mean {field}?)" for field in known)
 
 
 def vllm_arguments(options: VllmOptions) -> dict[str, Any]:
