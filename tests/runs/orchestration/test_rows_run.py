@@ -57,7 +57,8 @@ COINS = COMMON | {
 }
 TOOL = COMMON | {
     "agent": {"type": "tool_agent", "tools": ["calculator"], "max_turns": 3},
-    "rewards": ["numeric"],
+    # Whether or not a model solves a task, its attempts get different rewards.
+    "rewards": ["numeric", {"name": "length", "max_length": 1, "margin": 100}],
     "sampling": {"max_new_tokens": 24},
     "trainer": {"groups_per_step": 4, "group_size": 4, "learning_rate": 3e-3},
 }

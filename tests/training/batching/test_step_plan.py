@@ -181,3 +181,10 @@ def test_trained_refuses_other_trajectories():
         plan.restore_trained(
             [trajectory("a"), msgspec.structs.replace(trajectory("b"), reward=2.0)]
         )
+
+
+def test_a_reward_of_the_recipe_may_be_called_length():
+    """Its part is not a change by `length_shaping`: -0.16 + 0.84 - 0.84 is another number."""
+    parts = {"length": -0.16, "numeric": 1.0}
+    earned = trajectory("a", reward=0.84, reward_parts=parts)
+    assert plan_of([earned]).restore_trained([earned]) == [earned]

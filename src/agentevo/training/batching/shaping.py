@@ -58,7 +58,8 @@ def _rewards(
 
 
 def with_final_reward(trajectory: Trajectory, reward: float) -> Trajectory:
-    """The same trajectory with another reward. The part PART has the change."""
+    """The same trajectory with another reward. The part PART has the change. A reward of the recipe
+    may have that name too; its part stays the same if the reward does, to the last bit."""
     parts = dict(trajectory.reward_parts) or {REST: trajectory.reward}
-    parts[PART] = parts.get(PART, 0.0) + reward - trajectory.reward
+    parts[PART] = parts.get(PART, 0.0) + (reward - trajectory.reward)
     return msgspec.structs.replace(trajectory, reward=reward, reward_parts=parts)
