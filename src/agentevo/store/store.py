@@ -487,9 +487,9 @@ class Store(Transactions):
         return done | {"bytes": before - await self.size_bytes()}
 
     async def clear(self) -> int:
-        """Deletes all rows, for a run that replaces another. Returns how many tasks, trajectories and
-        steps were deleted. No other process may use the store: a worker with an old lease could not
-        be distinguished from a worker of the new run."""
+        """Deletes all rows, for a run that replaces another. Returns how many tasks, trajectories
+        and steps were deleted. No other process may use the store: a worker with an old lease could
+        not be distinguished from a worker of the new run."""
 
         async def work(rows: Rows) -> int:
             counts = {table: await rows.delete(table) for table in TABLES}
