@@ -317,4 +317,4 @@ def _from_16_bits(image: Image) -> Image:
         return pil.fromarray(grey)
 
     alpha = np.where(values == transparent, 0, 255).astype(np.uint8)
-    return pil.fromarray(np.stack([grey, alpha], axis=-1), "LA")
+    return pil.fromarray(np.stack([grey, alpha], axis=-1))  # grey and alpha
