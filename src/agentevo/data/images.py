@@ -236,7 +236,8 @@ def _decode(data: bytes, where: str, limits: ImageLimits | None = None) -> np.nd
     try:
         with pil.open(io.BytesIO(data), formats=FORMATS) as image:
             if limits is not None:
-                _check_pixels(*image.size, where, limits)
+                width, height = image.size
+                _check_pixels(width, height, where, limits)
             image.verify()  # the checksums of a PNG
 
         with pil.open(io.BytesIO(data), formats=FORMATS) as image:
@@ -276,7 +277,8 @@ def _of_pixels(source: Any, where: str, limits: ImageLimits) -> ImageFile:
         _check_pixels(width, height, where, limits)
         pixels = source
     else:
-        _check_pixels(*source.size, where, limits)
+        width, height = source.size
+        _check_pixels(width, height, where, limits)
         _check_still(source, where)
         try:
             pixels = _rgb(source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -42,9 +43,10 @@ def images_of_trajectory(trajectory: Trajectory) -> dict[str, ImagePart]:
     """Maps a digest to the image, for every image that a message of the trajectory names, in the
     order of the first mention."""
     named: dict[str, ImagePart] = {}
-    for turn in (*trajectory.turns, *trajectory.remote_turns):
-        for part in images_of_messages(turn.messages):
-            named.setdefault(part.sha256, part)
+    messages = [turn.messages for turn in trajectory.turns]
+    messages += [turn.messages for turn in trajectory.remote_turns]
+    for part in images_of_messages(chain.from_iterable(messages)):
+        named.setdefault(part.sha256, part)
     return named
 
 
