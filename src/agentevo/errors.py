@@ -96,6 +96,10 @@ class BadRequestError(AgentEvoError):
     """An agent's request to the policy is not valid: its messages, tools or sampling parameters."""
 
 
+class ImageError(BadRequestError):
+    """An image can't be used: its format, its size, its bytes, or where it would come from."""
+
+
 class NoCallError(AgentEvoError):
     """An agent that has to call the policy with its own client never called the policy."""
 

@@ -17,7 +17,8 @@ import pytest
 from agentevo.runs.folder.annotations import Annotation, Preference, annotate
 from agentevo.runs.folder.run_folder import read_store
 from agentevo.store import open_store
-from agentevo.types import Call, ImagePart, Message, Task, TextPart, ToolCall, Trajectory, Turn
+from agentevo.types import Call, Message, Task, TextPart, ToolCall, Trajectory, Turn
+from agentevo.types.images import image_file
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202eevil\x00 & \"'>\ufffe"
 WORLD = "Play.\n######\n#_P__#\n#_X_O#\n######\nMove!"
@@ -34,6 +35,9 @@ def turn(index: int, parent: int | None, messages: list[Message], **changes: Any
     return Turn(index=index, parent=parent, messages=messages, **(fields | changes))
 
 
+SCREEN = image_file(b"pixels", "image/png")
+
+
 def attempts() -> list[Trajectory]:
     """What arrives at its worst."""
     said = [Message("user", WORLD), Message("assistant", HOSTILE)]
@@ -43,7 +47,7 @@ def attempts() -> list[Trajectory]:
         tool_calls=(ToolCall("search", '{"q": "unicorn"}', "c1"),),
         reasoning="a secret thought",
     )
-    image = Message("user", (TextPart("see"), ImagePart("a" * 64)))
+    image = Message("user", (TextPart("see"), SCREEN.part))
     long = Message("user", "word " * 1_000_000)
     many = [turn(i, i - 1 if i else None, [Message("assistant", f"turn {i}!")]) for i in range(500)]
     wide = turn(
@@ -108,6 +112,7 @@ def store_url(tmp_path_factory: pytest.TempPathFactory) -> str:
                 scorer="exact_match",
                 metadata={f"key {n}": [HOSTILE, "y" * 5_000] for n in range(60)},
             )
+            await store.put_images([SCREEN])
             await store.add_tasks([asked], queue=False)
             await store.write_trajectories(made, split="train", step=1)
             names = [one.id for one in made]

@@ -40,6 +40,7 @@ def test_a_store_is_counted_moved_and_tidied_up(agentevo):
         ["turns", "3"],
         ["steps", "1"],
         ["calls", "0"],
+        ["images", "0"],
     ]
     assert counted.out.splitlines()[-1].startswith("size") and counted.out.endswith(" MB\n")
     assert (

@@ -261,6 +261,7 @@ def test_gc_queues_old_leases_and_keeps_the_record_of_what_was_dropped(
                 "orphans": 0,
                 "tokens": 0,
                 "calls": 0,
+                "images": 0,
             }
             assert (await store.trajectory("b")).turns
             with pytest.raises(StoreError, match="moved on"):

@@ -14,10 +14,16 @@ from agentevo.store.sqlite import SQLiteStore
 from agentevo.store.tables import SCHEMA_VERSION, metadata
 from agentevo.types import Task
 
+BEFORE = {
+    2: "DROP TABLE calls; DROP TABLE images; DROP TABLE image_uses; PRAGMA user_version = 2",
+    3: "DROP TABLE images; DROP TABLE image_uses; PRAGMA user_version = 3",
+}
+"""What turns a new store into one of an older schema: 2 had no calls, 3 had no images."""
 
-@pytest.fixture
-def old(tmp_path: Path) -> Path:
-    """A store with one task in schema 2, which had no calls."""
+
+@pytest.fixture(params=BEFORE)
+def old(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A store with one task in an older schema."""
     path = tmp_path / "old.sqlite"
 
     async def make() -> None:
@@ -26,7 +32,7 @@ def old(tmp_path: Path) -> Path:
 
     asyncio.run(make())
     with closing(sqlite3.connect(path)) as connection:
-        connection.executescript("DROP TABLE calls; PRAGMA user_version = 2")
+        connection.executescript(BEFORE[request.param])
     return path
 
 
@@ -35,6 +41,7 @@ def test_an_older_store_keeps_everything(old: Path) -> None:
         async with await open_store(f"sqlite:///{old}", create=False) as store:
             assert (await store.task("t")).query == "1 + 1?"
             assert await store.num_calls() == 0
+            assert await store.image_digests() == []
 
     asyncio.run(scenario())
 
@@ -82,7 +89,7 @@ def test_a_migration_that_breaks_leaves_the_old_file(
 ) -> None:
     before = old.read_bytes()
 
-    monkeypatch.setattr("agentevo.store.migrations._CALLS_BY_SEEN_3", "CREATE INDEX nonsense")
+    monkeypatch.setattr("agentevo.store.migrations._IMAGES_4", ["CREATE INDEX nonsense"])
     with pytest.raises(Exception, match=r"syntax error|incomplete input"):
         asyncio.run(open_store(f"sqlite:///{old}"))
 

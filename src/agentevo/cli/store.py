@@ -119,6 +119,7 @@ def _with_store(
 def _print_stats(target: str, wait: float | None) -> None:
     async def work(store: Store) -> tuple[dict[str, int], int]:
         counts = await store.counts() | {"calls": await store.num_calls()}
+        counts["images"] = len(await store.image_digests())
         return counts, await store.size_bytes()
 
     counts, size = _with_store(target, work, wait, read_only=True)
@@ -136,6 +137,7 @@ def _collect_garbage(target: str, wait: float | None, *, dropped: bool) -> None:
             ("orphans deleted", f"{done['orphans']:,}"),
             ("dropped trajectories emptied", f"{done['tokens']:,}"),
             ("calls deleted", f"{done['calls']:,}"),
+            ("images deleted", f"{done['images']:,}"),
             ("given back", f"{done['bytes'] / 1e6:,.1f} MB"),
         ]
     )

@@ -24,6 +24,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agentevo.data.images import PART_TYPES
+from agentevo.data.message_images import COLUMNS as IMAGE_COLUMNS
+from agentevo.data.message_images import is_media
 from agentevo.data.messages import TRAINING_KEYS, is_trained
 from agentevo.data.row_report import RowError, RowReport
 from agentevo.data.rows import read_rows
@@ -34,28 +37,17 @@ _COLUMNS = ("images", "videos", "audios")
 """The columns that verl, LLaMA-Factory, ms-swift and TRL use for all media of a row."""
 _COLUMN_OF_ONE = ("image", "video", "audio")
 """Columns in which a text can have another meaning, such as the name of a container image."""
-_FILE_KEYS = {"bytes", "path", "url", "array"}
 _CONVERSATIONS = ("messages", "conversations", "prompt", "query", "chosen", "rejected")
 _KIND = re.compile("image|picture|video|audio|file")
-_FILES = (
-    ".png",
-    ".jpg",
-    ".jpeg",
-    ".gif",
-    ".webp",
-    ".bmp",
-    ".mp4",
-    ".webm",
-    ".wav",
-    ".mp3",
-    ".flac",
-)
 
 
-def check_no_media(row: Mapping[str, Any]) -> None:
-    """Raises RowError for a row with pictures, sounds or films."""
+def check_no_media(row: Mapping[str, Any], *, may_have_images: bool = False) -> None:
+    """Raises RowError for a row with pictures, sounds or films. `may_have_images`: allows images,
+    which message_images.py reads."""
     for key in (*_COLUMNS, *_COLUMN_OF_ONE):
-        if _is_media(row.get(key), key in _COLUMNS):
+        if may_have_images and key in IMAGE_COLUMNS:
+            continue
+        if is_media(row.get(key), key in _COLUMNS):
             raise RowError(
                 "media",
                 f"the column {key} has pictures, sounds or films, and models read only text here: "
@@ -66,26 +58,12 @@ def check_no_media(row: Mapping[str, Any]) -> None:
         messages = row.get(key)
         for number, message in enumerate(messages if isinstance(messages, list) else (), start=1):
             kind = _other_kind(message)
-            if kind is not None:
+            if kind is not None and not (may_have_images and kind in PART_TYPES):
                 raise RowError(
                     "media",
                     f"{key}: message {number} has a part of type {kind!r}, and models read only "
                     "text here: leave out the row",
                 )
-
-
-def _is_media(value: Any, is_column_of_all: bool) -> bool:
-    if value is None or isinstance(value, bool | int | float):
-        return False
-    if isinstance(value, str):
-        if is_column_of_all:
-            return bool(value.strip(" []"))
-        return value.startswith("data:") or value.lower().endswith(_FILES)
-    if isinstance(value, Mapping) and not is_column_of_all:
-        return not _FILE_KEYS.isdisjoint(value)
-    if isinstance(value, list | tuple) and not is_column_of_all:
-        return any(_is_media(item, False) for item in value)
-    return not isinstance(value, list | tuple | Mapping) or len(value) > 0
 
 
 def _other_kind(message: Any) -> str | None:

@@ -19,6 +19,8 @@ from typing import Any, cast, get_args
 
 import msgspec
 
+from agentevo.data.images import is_image_part
+from agentevo.data.message_images import ImageCollector
 from agentevo.errors import BadRequestError, shown
 from agentevo.types import ImagePart, Message, Role, TextPart, ToolCall
 
@@ -33,14 +35,18 @@ MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASON
 _ROLES = get_args(Role)
 
 
-def messages_of(values: Sequence[Any]) -> list[Message]:
-    """Messages, each given as a Message or as a mapping in OpenAI's form."""
+def messages_of(values: Sequence[Any], images: ImageCollector | None = None) -> list[Message]:
+    """Messages, each given as a Message or as a mapping in OpenAI's form. `images` reads the parts
+    that hold an image (data/images.py), which becomes a part by digest; without it, they are
+    refused."""
     if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
         raise BadRequestError(
             f"messages is a {type(values).__name__}: give a list such as "
             '[{"role": "user", "content": "..."}]'
         )
-    return [_message(value, f"message {number}") for number, value in enumerate(values, start=1)]
+    return [
+        _message(value, f"message {number}", images) for number, value in enumerate(values, start=1)
+    ]
 
 
 def is_trained(message: Mapping[str, Any], where: str) -> bool | None:
@@ -118,7 +124,7 @@ def tools_of(values: Sequence[Any]) -> list[dict[str, Any]]:
     return tools
 
 
-def _message(value: Any, where: str) -> Message:
+def _message(value: Any, where: str, images: ImageCollector | None) -> Message:
     if isinstance(value, Message):
         return value
 
@@ -148,7 +154,7 @@ def _message(value: Any, where: str) -> Message:
     reasoning = next((text for key in REASONING_KEYS if (text := _text(value, key, where))), None)
     return Message(
         role,
-        _content(value.get("content"), bool(calls) or reasoning is not None, where),
+        _content(value.get("content"), bool(calls) or reasoning is not None, where, images),
         calls,
         tool_call_id,
         _text(value, "name", where),
@@ -163,7 +169,9 @@ def _text(value: Mapping[str, Any], key: str, where: str) -> str | None:
     return text
 
 
-def _content(content: Any, may_be_none: bool, where: str) -> str | tuple[TextPart | ImagePart, ...]:
+def _content(
+    content: Any, may_be_none: bool, where: str, images: ImageCollector | None
+) -> str | tuple[TextPart | ImagePart, ...]:
     """The content. Text parts without other parts become a single text."""
     if isinstance(content, str):
         return content
@@ -174,16 +182,20 @@ def _content(content: Any, may_be_none: bool, where: str) -> str | tuple[TextPar
         kind = "missing" if content is None else f"a {type(content).__name__}"
         raise BadRequestError(f"{where}: content is {kind}: give a text or a list of parts")
 
-    parts = tuple(_part(part, f"{where}, part {n}") for n, part in enumerate(content, start=1))
+    parts = tuple(
+        _part(part, f"{where}, part {n}", images) for n, part in enumerate(content, start=1)
+    )
     if any(isinstance(part, ImagePart) for part in parts):
         return parts
 
     return "".join(part.text for part in parts if isinstance(part, TextPart))
 
 
-def _part(part: Any, where: str) -> TextPart | ImagePart:
+def _part(part: Any, where: str, images: ImageCollector | None) -> TextPart | ImagePart:
     if isinstance(part, TextPart | ImagePart):
         return part
+    if images is not None and is_image_part(part) and "sha256" not in part:
+        return images.read(part, where)
 
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind not in ("text", "image"):

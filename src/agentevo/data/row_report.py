@@ -19,6 +19,7 @@ REASONS = {
     "no_answer": "no answer to judge by",
     "wrong_roles": "wrong roles",
     "media": "pictures, sounds or films, and models read only text here",
+    "image": "an image that can't be used",
     "bad_tool_call": "broken tool call",
     "template": "the chat template can't write it",
     "no_assistant_mask": "the chat template marks no assistant tokens",

@@ -11,8 +11,9 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from agentevo.config.self_play import PROPOSES
 from agentevo.config.tasks import TaskFields, TasksSection
 from agentevo.data import RowError, RowReport, check_source
 from agentevo.data.conversation import check_no_media, check_text
+from agentevo.data.message_images import ImageCollector, place_images
 from agentevo.data.messages import messages_of
 from agentevo.data.rows import read_rows
 from agentevo.data.task_forms import AGENT_NAME, PlainRow, plain_row
@@ -35,6 +37,7 @@ from agentevo.runtime.files import create_atomic
 from agentevo.runtime.parsing import read_json_object
 from agentevo.runtime.paths import short
 from agentevo.types import QUERY_MESSAGES, QUEUED_FOR_STEP, Task
+from agentevo.types.images import ImageFile
 
 ID_KEYS = ("id", "task_id")
 SCORER_KEYS = ("scorer",)
@@ -59,6 +62,9 @@ class GivenTasks:
     """The number of tasks to train on from each source, in the order of the sources."""
     held_out_sizes: tuple[int, ...] = ()
     """The number of held-out tasks from each source, in the order of the sources."""
+    images: dict[str, ImageFile] = field(default_factory=dict)
+    """Maps a digest to an image that tasks name, for `Store.put_images` before the tasks are
+    added."""
 
     @property
     def digest(self) -> str:
@@ -67,17 +73,24 @@ class GivenTasks:
 
 
 def read_tasks(
-    section: TasksSection, agent: AgentSection | None = None, *, train_key: str = "tasks.train"
+    section: TasksSection,
+    agent: AgentSection | None = None,
+    *,
+    train_key: str = "tasks.train",
+    with_images: bool = False,
 ) -> GivenTasks:
     """Reads tasks that the agent in the section `agent` can use. `train_key`: the name of the
-    training tasks in messages. Raises ConfigError for sources that can't be read, for sources
-    without a usable row, and for a bad row if the recipe does not allow bad rows."""
+    training tasks in messages. `with_images`: reads the images of rows; otherwise rows with images
+    are left out, because the model reads only text. Raises ConfigError for sources that can't be
+    read, for sources without a usable row, and for a bad row if the recipe does not allow bad
+    rows."""
     for key, sources in ((train_key, section.train), ("tasks.eval", section.eval)):
         for source in sources:
             check_source(source, key)
 
     reports = [RowReport(train_key), RowReport("tasks.eval")]
-    read = partial(_read_source, section.fields, {}, isinstance(agent, CodeAgentSection))
+    images = ImageCollector() if with_images else None
+    read = partial(_read_source, section.fields, {}, isinstance(agent, CodeAgentSection), images)
     by_source = [read(reports[0], source) for source in section.train]
     train = [task for tasks in by_source for task in tasks]
     held_by_source = [read(reports[1], source) for source in section.eval]
@@ -97,19 +110,29 @@ def read_tasks(
         raise ConfigError("\n".join([f"tasks.weights: no row of {empty[0]} is a task", *lines]))
 
     sizes, held_sizes = (tuple(map(len, pools)) for pools in (by_source, held_by_source))
-    return GivenTasks(train, held_out, reports, sizes, held_sizes)
+    files = {} if images is None else images.files
+    return GivenTasks(train, held_out, reports, sizes, held_sizes, files)
 
 
 def _read_source(
-    fields: TaskFields, taken: dict[str, str], has_files: bool, report: RowReport, source: str
+    fields: TaskFields,
+    taken: dict[str, str],
+    has_files: bool,
+    images: ImageCollector | None,
+    report: RowReport,
+    source: str,
 ) -> list[Task]:
     """`taken`: maps an id to the place where the task with that id was read. `has_files`: whether
-    the agent receives a task's files."""
+    the agent receives a task's files. `images`: reads the images of rows."""
+    if images is not None:
+        path = Path(source).expanduser()
+        images.folder = path.parent if path.is_file() else path if path.is_dir() else None
+
     tasks = []
     for row in read_rows(source):
         report.rows += 1
         try:
-            task = task_of(row.value, fields)
+            task = task_of(row.value, fields, images=images)
             if task.id in taken:
                 raise RowError(
                     "duplicate_task",
@@ -137,18 +160,22 @@ def _check_files(task: Task) -> None:
 
 
 def task_of(
-    row: Any, fields: TaskFields, form: str = "auto", remedy: str = "set tasks.fields.{}"
+    row: Any,
+    fields: TaskFields,
+    form: str = "auto",
+    remedy: str = "set tasks.fields.{}",
+    images: ImageCollector | None = None,
 ) -> Task:
     """Converts a row to a task. `form`: which form's column names apply (data/task_forms.py) if
     `fields` does not name the columns. `remedy`: what a message proposes if the row lacks a field.
-    Raises RowError."""
+    `images`: reads the row's images; without it, a row with images is refused. Raises RowError."""
     if isinstance(row, RowError):
         raise row
     if not isinstance(row, dict):
         raise RowError("unknown_form", f"a {type(row).__name__}: a task is an object with keys")
 
     check_text(row)
-    check_no_media(row)
+    check_no_media(row, may_have_images=images is not None)
     for key, meaning in RESERVED_KEYS.items():
         if key in row:
             raise RowError(
@@ -161,6 +188,13 @@ def task_of(
     answer = _pop_value(columns, fields.answer, answer_keys, "answer", remedy)
     name = _pop_value(columns, fields.id, ID_KEYS, "id", remedy)
     scorer = _pop_value(columns, fields.scorer, SCORER_KEYS, "scorer", remedy)
+
+    content = row
+    if images is not None:
+        query_of_row = query
+        query = place_images(query, columns, images)
+        if query is not query_of_row:  # named by the digests of its images, not by their form
+            content = {"query": query, "answer": answer, **columns}
 
     metadata = columns
     if isinstance(query, list):
@@ -175,7 +209,7 @@ def task_of(
         raise RowError("unknown_form", f"the id is {name!r}: it must be a text or a number")
 
     return Task(
-        id=content_id(row) if name is None else str(name),
+        id=content_id(content) if name is None else str(name),
         query=query,
         answer=_to_json_data({"answer": answer})["answer"],
         scorer=_scorer(scorer),
@@ -263,7 +297,7 @@ def _last_text(messages: list[Any]) -> str:
             "unknown_form", f"the query is a list, but no chat messages ({error})"
         ) from error
 
-    texts = [m.content for m in chat if m.role == "user" and isinstance(m.content, str)]
+    texts = [message.text for message in chat if message.role == "user"]
     if not texts or chat[-1].role == "assistant":
         raise RowError("wrong_roles", "the chat must end with a message of the user, as text")
 

@@ -8,6 +8,7 @@ from typing import Any
 from agentevo.store.calls import LOST_S
 from agentevo.store.clock import CLOCK_TOLERANCE_S
 from agentevo.store.database_rows import CHUNK, Condition, DatabaseRows, Row
+from agentevo.store.image_rows import forget_uses
 
 
 async def delete_orphans(rows: DatabaseRows, after: Any) -> tuple[int, Any]:
@@ -33,7 +34,7 @@ async def delete_dropped_tokens(rows: DatabaseRows, after: int | None) -> tuple[
     last = newest[0]["step"] if newest else 0
     page = await rows.find(
         "trajectories",
-        ["seq", "step", "split", "task_id", rows.trajectory_key],
+        ["seq", "id", "step", "split", "task_id", rows.trajectory_key],
         [("state", "=", "dropped"), ("seq", ">", after or 0)],
         order="seq",
         limit=CHUNK,
@@ -45,10 +46,9 @@ async def delete_dropped_tokens(rows: DatabaseRows, after: int | None) -> tuple[
     ]
     users = await rows.find("trajectories", ["task_id", "split"], using)
     in_use = {(row["task_id"], row["split"]) for row in users}
-    spent = [
-        row[rows.trajectory_key] for row in past if (row["task_id"], row["split"]) not in in_use
-    ]
-    deleted = await rows.delete_tokens(spent)
+    spent = [row for row in past if (row["task_id"], row["split"]) not in in_use]
+    deleted = await rows.delete_tokens([row[rows.trajectory_key] for row in spent])
+    await forget_uses(rows, "trajectory", [row["id"] for row in spent])
     return deleted, page[-1]["seq"] if len(page) == CHUNK else None
 
 

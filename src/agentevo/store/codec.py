@@ -39,6 +39,7 @@ from agentevo.store.records import (
     TrajectorySummary,
 )
 from agentevo.types import REWARD_PARTS, TIMINGS, FinishReason, Status, Task, Trajectory, Turn
+from agentevo.types.images import images_of_task, images_of_trajectory
 from agentevo.types.routed_experts import why_misaligned
 
 T = TypeVar("T")
@@ -68,6 +69,8 @@ class EncodedTask(msgspec.Struct, frozen=True):
     id: str
     digest: bytes
     row: dict[str, Any]
+    images: tuple[str, ...] = ()
+    """The digests of the images that the task names, each once."""
 
 
 class EncodedTrajectory(msgspec.Struct, frozen=True):
@@ -77,6 +80,8 @@ class EncodedTrajectory(msgspec.Struct, frozen=True):
     """The row, without `seq`, which the database assigns."""
     data: bytes | None
     """The turns as one blob (blobs.py). None if the turns were deleted."""
+    images: tuple[str, ...] = ()
+    """The digests of the images that the trajectory names, each once."""
 
 
 def encode_task(task: Task) -> EncodedTask:
@@ -105,7 +110,7 @@ def encode_task(task: Task) -> EncodedTask:
         "error": None,
         "history": "[]",
     }
-    return EncodedTask(id=task.id, digest=digest, row=row)
+    return EncodedTask(id=task.id, digest=digest, row=row, images=tuple(images_of_task(task)))
 
 
 def encode_stored_task(stored: StoredTask) -> EncodedTask:
@@ -276,7 +281,11 @@ def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> Encod
         "digest": digest,
     }
     return EncodedTrajectory(
-        id=trajectory.id, digest=digest, row=row, data=pack_turns(turns, *contents)
+        id=trajectory.id,
+        digest=digest,
+        row=row,
+        data=pack_turns(turns, *contents),
+        images=tuple(images_of_trajectory(trajectory)),
     )
 
 

@@ -6,8 +6,9 @@ turns: ids, log-probs, versions, messages), and `split`, `step`, `state`, `train
 written content: an import refuses a line with other content.
 
 `export_store` writes the whole store, for `import_store`: the lines above with `"kind":
-"trajectory"`, and lines of the kinds `task`, `step` and `call`. Tasks come first, then trajectories
-in the order of writing, then steps, then calls. So an interrupted import can be repeated. A store
+"trajectory"`, and lines of the kinds `image`, `task`, `step` and `call`. Images come first, by
+digest and with their bytes in base64, then tasks, then trajectories in the order of writing, then
+steps, then calls. So an interrupted import can be repeated. A store
 that is exported, imported into any backend and exported again gives the same bytes, except for
 leases, which are not exported.
 
@@ -31,7 +32,8 @@ from agentevo.runtime.parsing import check_file
 from agentevo.runtime.progress import bar
 from agentevo.store.records import StepRecord, StoredTask, StoredTrajectory, TrajectoryFilter
 from agentevo.store.store import PAGE, Store
-from agentevo.types import Call, Trajectory
+from agentevo.types import Call, ImagePart, Trajectory
+from agentevo.types.images import ImageFile
 
 _JSON = msgspec.json.Encoder(enc_hook=lambda column: column.tolist())  # columns of turns
 
@@ -43,7 +45,16 @@ class _CallLine(msgspec.Struct):
     call: Call
 
 
+class _ImageLine(msgspec.Struct):
+    """A line with an image: its file's bytes, in base64."""
+
+    sha256: str
+    media_type: str
+    data: bytes
+
+
 _KINDS: dict[str, Any] = {
+    "image": _ImageLine,
     "task": StoredTask,
     "trajectory": StoredTrajectory,
     "step": StepRecord,
@@ -75,7 +86,8 @@ async def export_store(store: Store, path: Path | str) -> int:
     count = 0
     before = await _progress(store)
     total = sum(before[0].get(kind, 0) for kind in ("tasks", "trajectories", "steps"))
-    total += await store.num_calls()
+    digests = await store.image_digests()
+    total += await store.num_calls() + len(digests)
     with atomic_file(Path(path)) as file, bar("store export", total) as written:
 
         def write(kind: str, fields: dict[str, Any]) -> None:
@@ -83,6 +95,10 @@ async def export_store(store: Store, path: Path | str) -> int:
             file.write(_JSON.encode({"kind": kind} | fields) + b"\n")
             count += 1
             written.advance()
+
+        for digest in digests:
+            image = await store.image(digest)
+            write("image", msgspec.structs.asdict(image.part) | {"data": image.data})
 
         async for task in store.tasks():
             write("task", msgspec.structs.asdict(task))
@@ -124,7 +140,8 @@ async def import_store(store: Store, path: Path | str) -> int:
     new = 0
     page: list[Any] = []
     for kind, stored in _read_lines(Path(path)):
-        if page and (len(page) == PAGE or not isinstance(page[0], _KINDS[kind])):
+        is_full = len(page) == (1 if kind == "image" else PAGE)  # an image may have megabytes
+        if page and (is_full or not isinstance(page[0], _KINDS[kind])):
             new += await _put(store, page)
             page = []
         page.append(stored)
@@ -140,6 +157,9 @@ async def _put(store: Store, page: list[Any]) -> int:
             return await store.put(trajectories=page)
         case StepRecord():
             return await store.put(steps=page)
+        case _ImageLine():
+            parts = [(ImagePart(line.sha256, line.media_type), line.data) for line in page]
+            return await store.put_images(ImageFile(part, data) for part, data in parts)
         case _:
             return await store.put(calls=[line.call for line in page])
 

@@ -28,13 +28,32 @@ async def _from_2_to_3(connection: AsyncConnection, *, serial: str, double: str)
     await connection.exec_driver_sql(_CALLS_BY_SEEN_3)
 
 
+_IMAGES_4 = (
+    """CREATE TABLE images (id TEXT NOT NULL, media_type TEXT NOT NULL, put_at {double} NOT NULL,
+    data {blob} NOT NULL, PRIMARY KEY (id))""",
+    """CREATE TABLE image_uses (kind TEXT NOT NULL, owner TEXT NOT NULL, image TEXT NOT NULL,
+    PRIMARY KEY (kind, owner, image))""",
+    "CREATE INDEX image_uses_by_image ON image_uses (image)",
+)
+
+
+async def _from_3_to_4(connection: AsyncConnection, *, double: str, blob: str) -> None:
+    """Adds tables for images."""
+    for statement in _IMAGES_4:
+        await connection.exec_driver_sql(statement.format(double=double, blob=blob))
+
+
 Migration = Callable[[AsyncConnection], Awaitable[None]]
 
 MIGRATIONS: dict[str, dict[int, Migration]] = {
     "sqlite": {
         2: partial(_from_2_to_3, serial="INTEGER NOT NULL", double="DOUBLE"),
+        3: partial(_from_3_to_4, double="DOUBLE", blob="BLOB"),
     },
-    "postgresql": {2: partial(_from_2_to_3, serial="BIGSERIAL", double="DOUBLE PRECISION")},
+    "postgresql": {
+        2: partial(_from_2_to_3, serial="BIGSERIAL", double="DOUBLE PRECISION"),
+        3: partial(_from_3_to_4, double="DOUBLE PRECISION", blob="BYTEA"),
+    },
 }
 """Maps a database to a mapping from a schema version to the step to the next version."""
 

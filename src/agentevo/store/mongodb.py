@@ -9,6 +9,8 @@ deadline. The server's clock times leases.
 
     tasks, trajectories, calls   a document for a row of tables.py, `_id` being its id
     tokens                       {_id: id of the trajectory, data}
+    images                       {_id: the SHA-256, media_type, put_at, data}
+    image_uses                   {kind, owner, image}
     steps                        {_id: step, step, record, num_trajectories, committed_at}
     meta                         {_id: "schema", version}, {_id: "trainer", turn}, and
                                  {_id: "tasks", "trajectories" or "calls", seq}
@@ -51,7 +53,7 @@ _OPERATORS: dict[Operator, str] = {
     ">=": "$gte",
     "in": "$in",
 }
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """The version of the documents in this module."""
 
 INDEXES: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -72,6 +74,7 @@ INDEXES: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
 }
 CALL_INDEXES: tuple[tuple[str, ...], ...] = (("seq",), ("trajectory_id", "seq"), ("seen_at",))
+IMAGE_INDEXES: tuple[tuple[str, ...], ...] = (("owner", "kind"), ("image",))
 _NAMESPACE_EXISTS = 48
 
 _NUMBERED = ("tasks", "trajectories", "calls")
@@ -450,8 +453,6 @@ async def _check_or_make(store: MongoDBStore, *, create: bool) -> None:
     several processes may run it at once. Raises StoreError, and changes nothing, for a server
     without transactions, a newer version, other content, an empty database unless `create` is true,
     and an older version if the store is read only."""
-    from pymongo.errors import OperationFailure
-
     database = store._database
     where = store.where
     hello = await store._client.admin.command("hello")
@@ -477,8 +478,10 @@ async def _check_or_make(store: MongoDBStore, *, create: bool) -> None:
 
         if schema["version"] < SCHEMA_VERSION:
             await _make_calls(database)
+            await _make_images(database)
             await database["meta"].update_one(
-                {"_id": "schema", "version": 1}, {"$set": {"version": SCHEMA_VERSION}}
+                {"_id": "schema", "version": {"$lt": SCHEMA_VERSION}},
+                {"$set": {"version": SCHEMA_VERSION}},
             )
 
         return
@@ -492,16 +495,13 @@ async def _check_or_make(store: MongoDBStore, *, create: bool) -> None:
             await database[name].create_index([(column, 1) for column in columns])
 
     for name in ("tokens", "steps"):
-        try:
-            await database.create_collection(name, check_exists=False)
-        except OperationFailure as error:
-            if error.code != _NAMESPACE_EXISTS:
-                raise
+        await _make_collection(database, name)
 
     for name in ("trainer", "tasks", "trajectories"):
         await _make_counter(database, name)
 
     await _make_calls(database)
+    await _make_images(database)
     await database["meta"].update_one(
         {"_id": "schema"}, {"$setOnInsert": {"version": SCHEMA_VERSION}}, upsert=True
     )
@@ -510,13 +510,22 @@ async def _check_or_make(store: MongoDBStore, *, create: bool) -> None:
 async def _refuse_foreign(database: Any, where: str) -> None:
     """Raises StoreError if a collection has one of our names and is not empty. (If another process
     is creating a store now, its collections are still empty.)"""
-    own_collections = {"tasks", "trajectories", "tokens", "steps", "calls"}
-    for name in sorted(own_collections & set(await database.list_collection_names())):
+    for name in sorted(set(TABLES) & set(await database.list_collection_names())):
         if await database[name].find_one({}) is not None:
             raise UnusableStoreError(
                 f"store {where}: the database holds a collection {name!r} that is not "
                 f"AgentEvo's: give another name"
             )
+
+
+async def _make_collection(database: Any, name: str) -> None:
+    from pymongo.errors import OperationFailure
+
+    try:
+        await database.create_collection(name, check_exists=False)
+    except OperationFailure as error:
+        if error.code != _NAMESPACE_EXISTS:
+            raise
 
 
 async def _make_counter(database: Any, name: str) -> None:
@@ -530,6 +539,13 @@ async def _make_calls(database: Any) -> None:
     for columns in CALL_INDEXES:
         await database["calls"].create_index([(column, 1) for column in columns])
     await _make_counter(database, "calls")
+
+
+async def _make_images(database: Any) -> None:
+    """Creates the parts of version 3 that version 2 lacks. It may be repeated."""
+    await _make_collection(database, "images")
+    for columns in IMAGE_INDEXES:
+        await database["image_uses"].create_index([(column, 1) for column in columns])
 
 
 stores.register("mongodb")(MongoDBStore.open)

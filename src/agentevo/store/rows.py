@@ -28,6 +28,7 @@ from agentevo.store.codec import (
     encode_history,
 )
 from agentevo.store.database_rows import CHUNK, Condition, DatabaseRows, Row, chunks, within
+from agentevo.store.image_rows import forget_uses, use_images
 from agentevo.store.records import (
     SPLITS,
     TASK_STATES,
@@ -80,6 +81,7 @@ class Rows(DatabaseRows):
         new = await self._missing("tasks", items)
         place = {} if queue else {"state": "completed"}
         await self.insert("tasks", [item.row | place for item in new])
+        await use_images(self, "task", {item.id: item.images for item in new})
 
         for chunk in chunks(() if queue else (item.id for item in items)):
             waiting: list[Condition] = [("id", "in", chunk), ("state", "=", "queued")]
@@ -99,6 +101,7 @@ class Rows(DatabaseRows):
             for name, blob in data.items()
         ]
         await self.insert("tokens", tokens)
+        await use_images(self, "trajectory", {item.id: item.images for item in new})
 
         return len(new)
 
@@ -408,7 +411,9 @@ class Rows(DatabaseRows):
         rows = await self.find("trajectories", columns, later)
         for chunk in chunks(rows):
             await self.delete_tokens([row[self.trajectory_key] for row in chunk])
-            await self.delete("calls", [("trajectory_id", "in", [row["id"] for row in chunk])])
+            ids = [row["id"] for row in chunk]
+            await self.delete("calls", [("trajectory_id", "in", ids)])
+            await forget_uses(self, "trajectory", ids)
 
         await self.delete("trajectories", later)
         await self.update("trajectories", [("trained_step", ">", step)], _READY)

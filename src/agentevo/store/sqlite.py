@@ -76,6 +76,8 @@ _SHARES = {
         "trajectories_by_split": "500000 1",
     },
     "calls": {"sqlite_autoindex_calls_1": "10 1", "calls_by_seen": "100"},
+    "images": {"sqlite_autoindex_images_1": "1"},
+    "image_uses": {"sqlite_autoindex_image_uses_1": "500000 10 1", "image_uses_by_image": "100"},
 }
 """Maps an index to the number of rows, of a million, that share its first column, its first two
 columns, and so on."""

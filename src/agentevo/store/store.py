@@ -65,6 +65,13 @@ from agentevo.store.codec import (
     encode_trajectories,
 )
 from agentevo.store.database_rows import Condition, within
+from agentevo.store.image_rows import (
+    decode_image_row,
+    delete_unused_images,
+    encode_image,
+    find_digests,
+    put_image,
+)
 from agentevo.store.records import (
     Lease,
     Split,
@@ -79,12 +86,13 @@ from agentevo.store.records import (
 from agentevo.store.rows import Rows
 from agentevo.store.transactions import Piece, Transactions
 from agentevo.types import Call, Task, Trajectory
+from agentevo.types.images import ImageFile
 
 PAGE = 64
 """The number of rows that a query reads while streaming."""
 CALL_PAGE = 500
 NONE_DROPPED: Mapping[str, Sequence[str]] = MappingProxyType({})
-TABLES = ("calls", "tokens", "trajectories", "tasks", "steps")
+TABLES = ("image_uses", "images", "calls", "tokens", "trajectories", "tasks", "steps")
 """The tables in the order in which their rows can be deleted."""
 CALLS_AT_ONCE = 200
 """The largest number of calls in a transaction, so that no other writer waits long for it."""
@@ -394,6 +402,29 @@ class Store(Transactions):
     async def num_calls(self) -> int:
         return await self._run("num_calls", lambda rows: rows.count("calls"))
 
+    async def put_images(self, images: Iterable[ImageFile]) -> int:
+        """Stores images under their digests, before the tasks and trajectories that name them are
+        written. Returns the number of new ones. Each image is a transaction. Raises StoreError for
+        bytes with another digest."""
+        encoded = await in_thread(lambda: [encode_image(image) for image in images])
+        new = 0
+        for row in encoded:
+            new += await self._run("put_images", partial(put_image, row=row), "worker")
+        return new
+
+    async def image(self, sha256: str) -> ImageFile:
+        """Raises UnusableStoreError for an image that is missing, or whose bytes were changed."""
+        where: list[Condition] = [("id", "=", sha256)]
+        page = await self._run("image", lambda rows: rows.find("images", where=where))
+        if not page:
+            raise UnusableStoreError(f"no image {sha256!r} in {self.where}")
+        image: ImageFile = await in_thread(decode_image_row, page[0])
+        return image
+
+    async def image_digests(self, *, trajectory_id: str | None = None) -> list[str]:
+        """The digests of all images, or of those that a trajectory names, in order."""
+        return await self._run("images", lambda rows: find_digests(rows, trajectory_id))
+
     @abstractmethod
     async def size_bytes(self) -> int:
         """The size of the store in bytes on its server's or this machine's disk."""
@@ -430,7 +461,8 @@ class Store(Transactions):
     async def gc(self, *, dropped: bool = False, lease_grace_s: float = 3600.0) -> dict[str, int]:
         """Cleans the store. Tasks whose `leases` expired longer ago than the grace period are
         queued again. `orphans` (tokens without a trajectory) are deleted. So are the `calls` of
-        attempts that started longer ago than the grace period and never became a trajectory.
+        attempts that started longer ago than the grace period and never became a trajectory, and
+        the `images` that no task or trajectory names (image_rows.py).
 
         With `dropped`, the turns of dropped trajectories (`tokens`) and their calls are deleted
         too. Those that a resumed trainer may read stay: they were sampled for a step after the last
@@ -447,21 +479,21 @@ class Store(Transactions):
         if dropped:
             pieces["tokens"] = delete_dropped_tokens
         pieces["calls"] = partial(delete_calls, grace_s=lease_grace_s, dropped=dropped)
-        done = dict.fromkeys(("leases", "orphans", "tokens", "calls"), 0)
+        pieces["images"] = delete_unused_images
+        done = dict.fromkeys(("leases", "orphans", "tokens", "calls", "images"), 0)
         done |= await self._run_pieces("gc", pieces)
         await self._vacuum()
 
         return done | {"bytes": before - await self.size_bytes()}
 
     async def clear(self) -> int:
-        """Deletes all calls, tasks, trajectories and steps, for a run that replaces another.
-        Returns how many tasks, trajectories and steps were deleted. No other process may use the
-        store: a worker with an old lease could not be distinguished from a worker of the new
-        run."""
+        """Deletes all rows, for a run that replaces another. Returns how many tasks, trajectories
+        and steps were deleted. No other process may use the store: a worker with an old lease could
+        not be distinguished from a worker of the new run."""
 
         async def work(rows: Rows) -> int:
-            counts = [await rows.delete(table) for table in TABLES]
-            return sum(counts[2:])
+            counts = {table: await rows.delete(table) for table in TABLES}
+            return counts["trajectories"] + counts["tasks"] + counts["steps"]
 
         return await self._run("clear", work, "alone")
 

@@ -9,7 +9,7 @@ distinguish such tasks and keep their order.
 
 A call names its trajectory without a foreign key, because it is written before the trajectory.
 `calls.seen_at` is the time on the steady clock when its recorder last reported the call as running.
-It is NULL after the call has ended.
+It is NULL after the call has ended. image_rows.py describes `images` and `image_uses`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sqlalchemy.types import TypeDecorator
 
 from agentevo.store.records import SPLITS, TASK_STATES, TRAJECTORY_STATES
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 metadata = MetaData()
 
@@ -174,4 +174,22 @@ Index(
     calls.c.seen_at,
     sqlite_where=calls.c.seen_at.is_not(None),
     postgresql_where=calls.c.seen_at.is_not(None),
+)
+
+images = Table(
+    "images",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("media_type", ExactText, nullable=False),
+    Column("put_at", Double, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+)
+
+image_uses = Table(
+    "image_uses",
+    metadata,
+    Column("kind", Text, primary_key=True),
+    Column("owner", ExactText, primary_key=True),
+    Column("image", Text, primary_key=True),
+    Index("image_uses_by_image", "image"),
 )

@@ -25,6 +25,7 @@ from agentevo.runs.audit.folder import (
     check_texts,
     list_unproven,
 )
+from agentevo.runs.audit.stored_images import check_images
 from agentevo.runs.audit.untrained_rows import check_rest, wrong_content
 from agentevo.runs.folder.chain import KEY, OLDER_VERSION, End, broken_links, read_head
 from agentevo.runs.folder.run_folder import queued_group_size
@@ -72,6 +73,7 @@ async def audit(store: Store, folder: Path) -> Audit:
     check_checkpoints(head, records, folder, report)
     check_numbers(records, folder, report)
     await check_rest(store, records, report, queued_group_size(folder))
+    await check_images(store, report)
     check_texts(folder, report)
     list_unproven(head, records, folder, report)
 
@@ -137,7 +139,7 @@ async def _check_step(
         sizes = {row.id: row for row in await store.summaries(trained_step=step)}
         async for stored in store.trajectories(trained_step=step):
             name = stored.trajectory.id
-            report.count_texts(stored)
+            report.note(stored)
             for what in _wrong_with(stored, places):
                 add_violation(what, name)
 

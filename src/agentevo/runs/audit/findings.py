@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
 from agentevo.store.records import StoredTrajectory
+from agentevo.types.images import images_of_trajectory
 
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
@@ -71,6 +72,9 @@ class Audit(msgspec.Struct, kw_only=True):
     played with it, including evaluations."""
     texts_gone: list[str] = []
     """The digests of texts that are missing in the run's folder."""
+    images: dict[str, str] = {}
+    """Maps the digest of an image to the first task or trajectory that names it."""
+    stored_images: int = 0
     unproven_files: list[str] = []
     """The names of files and folders (with a `/`) in the run's folder without a record."""
     unproven_tasks: int = 0
@@ -84,11 +88,18 @@ class Audit(msgspec.Struct, kw_only=True):
         """Adds a violation."""
         self.violations.append(AuditViolation(what, step, trajectory))
 
-    def count_texts(self, stored: StoredTrajectory) -> None:
-        """Counts the named texts of one trajectory by digest."""
+    def note(self, stored: StoredTrajectory) -> None:
+        """Counts the named texts of one trajectory by digest, and notes its images."""
+        images = images_of_trajectory(stored.trajectory)
+        self.note_images(images, f"trajectory {stored.trajectory.id}")
         for name, digest in stored.trajectory.texts.items():
             digests = self.texts.setdefault(name, {})
             digests[digest] = digests.get(digest, 0) + 1
+
+    def note_images(self, digests: Iterable[str], owner: str) -> None:
+        """Notes the images that a row names."""
+        for digest in digests:
+            self.images.setdefault(digest, owner)
 
     @property
     def ok(self) -> bool:
@@ -132,6 +143,8 @@ class Audit(msgspec.Struct, kw_only=True):
             rows.append(
                 ("tokens deleted", f"{self.emptied} trajectories, by `agentevo store RUN gc`")
             )
+        if self.stored_images:
+            rows.append(("images", f"{self.stored_images} stored, {len(self.images)} named"))
         if self.without_attempt:
             rows.append(("without an attempt", f"{len(self.without_attempt)} completed tasks"))
 

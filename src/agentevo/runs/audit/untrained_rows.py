@@ -23,6 +23,7 @@ from agentevo.store.records import (
 from agentevo.store.store import Store
 from agentevo.training.batching.step_plan import SHOWN, StepPlan
 from agentevo.types import QUEUED_FOR_STEP
+from agentevo.types.images import images_of_task
 
 _UNUSED: tuple[TrajectoryState, ...] = ("dropped", "failed", "ready", "reserved")
 
@@ -62,7 +63,7 @@ async def check_rest(
             unused |= rows
             async for stored in store.trajectories(state=state):
                 name = stored.trajectory.id
-                report.count_texts(stored)
+                report.note(stored)
                 for what in wrong_content(stored, rows.get(name)):
                     report.add(what, trajectory=name)
                 report.emptied += stored.tokens_deleted
@@ -241,6 +242,7 @@ async def _check_tasks(
         name = stored.task.id
         seen_names.add(name)
         report.tasks[stored.state] += 1
+        report.note_images(images_of_task(stored.task), f"task {name}")
         if not is_as_added(stored):
             add_violation("is not the one that was added: its digest is not the one in its row")
         elif name not in recorded:

@@ -1,0 +1,62 @@
+"""Images by digest, and where trajectories and tasks name them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from hashlib import sha256
+from itertools import chain
+from typing import Any
+
+import msgspec
+
+from agentevo.types import QUERY_MESSAGES, ImagePart, Message, Task, Trajectory
+
+
+class ImageFile(msgspec.Struct, frozen=True):
+    """An image as a message names it, with the bytes of its file."""
+
+    part: ImagePart
+    data: bytes
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the bytes have the digest of the part."""
+        return sha256(self.data).hexdigest() == self.part.sha256
+
+    def __repr__(self) -> str:
+        return f"<ImageFile {self.part.media_type}, {len(self.data):,} bytes, {self.part.sha256}>"
+
+
+def image_file(data: bytes, media_type: str) -> ImageFile:
+    """The image with these bytes, under their digest."""
+    return ImageFile(ImagePart(sha256(data).hexdigest(), media_type), data)
+
+
+def images_of_messages(messages: Iterable[Message]) -> Iterator[ImagePart]:
+    """Every image that the messages name, in order and with repetitions."""
+    for message in messages:
+        if not isinstance(message.content, str):
+            yield from (part for part in message.content if isinstance(part, ImagePart))
+
+
+def images_of_trajectory(trajectory: Trajectory) -> dict[str, ImagePart]:
+    """Maps a digest to the image, for every image that a message of the trajectory names, in the
+    order of the first mention."""
+    named: dict[str, ImagePart] = {}
+    messages = [turn.messages for turn in trajectory.turns]
+    messages += [turn.messages for turn in trajectory.remote_turns]
+    for part in images_of_messages(chain.from_iterable(messages)):
+        named.setdefault(part.sha256, part)
+    return named
+
+
+def images_of_task(task: Task) -> list[str]:
+    """The digests of the images that the task's query names, each once."""
+    messages: Any = task.metadata.get(QUERY_MESSAGES)
+    digests: dict[str, None] = {}
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type") == "image" and "sha256" in part:
+                digests[str(part["sha256"])] = None
+    return list(digests)
