@@ -47,10 +47,11 @@ def read_image(data: bytes, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX
                 "make it smaller"
             )
 
-        if getattr(image, "n_frames", 1) > 1:
+        frames = getattr(image, "n_frames", 1)
+        if frames > 1:
             raise BadRequestError(
-                f"an image is animated ({image.n_frames} frames of {image.format}): send each "
-                "frame that matters as an image"
+                f"an image is animated ({frames} frames of {image.format}): send each frame that "
+                "matters as an image"
             )
 
         return ImageOps.exif_transpose(image).convert("RGB")

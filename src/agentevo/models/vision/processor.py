@@ -98,9 +98,6 @@ class VisionProcessor:
         image file, for each image of the messages. Raises BadRequestError for an image that is
         missing, damaged or not the one of its digest, and for a text that spells a token of
         images; ModelError for a template that does not show each image once."""
-        for message in messages:
-            self._check_text(message)
-
         digests = [
             part.sha256
             for message in messages
@@ -108,8 +105,17 @@ class VisionProcessor:
             for part in message.content
             if isinstance(part, ImagePart)
         ]
-        text = self._template.render(messages, prompt=True, tools=tools)
-        return self.encode(text, [_file_of(digest, images) for digest in digests])
+        files = [_file_of(digest, images) for digest in digests]
+        return self.encode(self.render(messages, tools), files)
+
+    def render(self, messages: Sequence[Message], tools: ToolSchemas = NO_TOOLS) -> str:
+        """The text of a conversation with one placeholder per image, up to the beginning of the
+        answer. Engines that expand placeholders themselves get it. Markers that messages spell are
+        cut in it (data/message_markers.py). Raises BadRequestError for a message that spells a
+        placeholder."""
+        for message in messages:
+            self._check_text(message)
+        return self._template.render(messages, prompt=True, tools=tools)
 
     def encode(self, text: str, files: Sequence[bytes]) -> VisionPrompt:
         """The tokens of a rendering that has a placeholder for each of these image files, in their
@@ -122,7 +128,8 @@ class VisionProcessor:
                 "model whose chat template shows each image once"
             )
 
-        images = tuple(self.process(data) for data in files)
+        processed = {data: self.process(data) for data in dict.fromkeys(files)}
+        images = tuple(processed[data] for data in files)
         texts = [image.text for image in images]
         expanded = pieces[0] + "".join(
             part for pair in zip(texts, pieces[1:], strict=True) for part in pair
