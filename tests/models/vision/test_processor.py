@@ -287,6 +287,22 @@ def test_a_model_of_an_unknown_family_is_refused() -> None:
         make(parts)
 
 
+def test_an_image_processor_of_another_model_is_refused() -> None:
+    parts = tiny_vision("qwen2_vl")
+    parts.image_processor.patch_size = 14
+
+    with pytest.raises(ModelError, match="patches of 14 pixels"):
+        make(parts)
+
+
+def test_a_llava_with_another_layout_of_images_is_refused() -> None:
+    parts = tiny_vision("llava")
+    parts.config.vision_config.model_type = "pixtral"
+
+    with pytest.raises(ModelError, match="tower of type pixtral"):
+        make(parts)
+
+
 def test_a_prompt_without_images_has_no_pixels() -> None:
     processor = make(tiny_vision("llava"))
     prompt: VisionPrompt = processor.prompt([Message("user", "Hello")], {})

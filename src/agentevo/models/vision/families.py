@@ -103,13 +103,21 @@ def vision_ids(
 def _qwen(config: Any, tokenizer: PreTrainedTokenizerBase, image_processor: Any) -> VisionFamily:
     feature = _token_text(tokenizer, config.image_token_id)
     merge = int(image_processor.merge_size)
+    sizes = (int(image_processor.patch_size), merge)
+    tower = (int(config.vision_config.patch_size), int(config.vision_config.spatial_merge_size))
+    if sizes != tower:
+        raise ModelError(
+            f"the image processor makes patches of {sizes[0]} pixels and merges {sizes[1]} x "
+            f"{sizes[1]}, and the model {tower[0]} and {tower[1]} x {tower[1]}: save the model's "
+            "own with processor.save_pretrained"
+        )
 
     def lay_out(processed: Mapping[str, Any]) -> ImageLayout:
         frames, height, width = map(int, processed["image_grid_thw"][0])
         count = frames * height * width // merge**2
         return ImageLayout(feature * count, (frames, height, width))
 
-    return VisionFamily("qwen", feature, feature, lay_out, (merge,), merge=merge)
+    return VisionFamily("qwen", feature, feature, lay_out, sizes, merge=merge)
 
 
 def _idefics(config: Any, tokenizer: PreTrainedTokenizerBase, image_processor: Any) -> VisionFamily:
@@ -179,9 +187,16 @@ def _internvl(
 
 def _llava(config: Any, tokenizer: PreTrainedTokenizerBase, image_processor: Any) -> VisionFamily:
     feature = _token_text(tokenizer, config.image_token_index)
+    tower = config.vision_config.model_type
+    if tower not in ("clip_vision_model", "siglip_vision_model"):  # Pixtral breaks lines of patches
+        raise ModelError(
+            f"LLaVA models with a tower of type {tower} can't be shown images: choose one with "
+            "CLIP or SigLIP"
+        )
+
     patch = int(config.vision_config.patch_size)
     # The tower of CLIP has a class token in front of its patches; "default" drops the first token.
-    extra = int(config.vision_config.model_type == "clip_vision_model")
+    extra = int(tower == "clip_vision_model")
     extra -= int(config.vision_feature_select_strategy == "default")
 
     def lay_out(processed: Mapping[str, Any]) -> ImageLayout:
