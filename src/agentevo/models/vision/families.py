@@ -59,7 +59,7 @@ class VisionFamily:
     placeholder: str
     """The text that the chat template writes for an image."""
     feature: str
-    """The text of the token that stands for one feature."""
+    """The text of the token in whose place the model reads a feature."""
     lay_out: Callable[[Mapping[str, Any]], ImageLayout]
     """The tokens of an image, by what its image processor returned for it alone."""
     numbers: tuple[int, ...] = ()
@@ -90,7 +90,7 @@ def vision_ids(
     family: VisionFamily, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
     """The ids that a policy must never sample: features and boundaries of images, video and audio.
-    A sampled one would stand for an image that does not exist."""
+    A sampled one would claim an image that does not exist."""
     names = (f"{name}_{suffix}" for name in CONFIG_NAMES for suffix in ("id", "index"))
     ids = {getattr(config, name, None) for name in names}
     vocabulary = tokenizer.get_vocab()

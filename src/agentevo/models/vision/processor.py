@@ -192,8 +192,9 @@ class VisionProcessor:
         for mark in (self.family.placeholder, self.family.feature):
             if any(mark in text for text in texts):
                 raise BadRequestError(
-                    f"a message of role {message.role} spells {mark}, which stands for an image: "
-                    "send the image as a part of the content, or write the text differently"
+                    f"a message of role {message.role} spells {mark}, which the model "
+                    "reads as an image: send the image as a part of the content, or write the text "
+                    "differently"
                 )
 
     def _make_fingerprint(self) -> str:
