@@ -8,6 +8,7 @@
     load      a config section -> `LoadedModel`; saving one
     adapters  LoRA over a base that stays
     chat      messages -> token ids, turn by turn, without re-encoding what the model said
+    vision    images -> token ids, pixel tensors and positions
     tool_calls  tool calls and reasoning out of the model's text
     attention, linear   how the model computes
 

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -128,9 +128,9 @@ class ChatTemplate:
         )
         self._values = self.markers.cut(json.loads(values.as_json or "{}"), "system")
 
-    def with_values(self, values: TemplateValues) -> ChatTemplate:
+    def with_values(self, values: TemplateValues) -> Self:
         """The same template, with other values of its variables."""
-        return ChatTemplate(self.tokenizer, values, self._renderer)
+        return type(self)(self.tokenizer, values, self._renderer)
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -223,7 +223,7 @@ class ChatTemplate:
             )
 
     def _message_mapping(self, message: Message, form: CallForm) -> dict[str, Any]:
-        mapping: dict[str, Any] = {"content": _text_content(message)}
+        mapping: dict[str, Any] = {"content": self._content(message)}
         if message.tool_calls:
             mapping["content"] = mapping["content"] or form.content
             mapping["tool_calls"] = [
@@ -242,6 +242,10 @@ class ChatTemplate:
         if calls is not None:  # the template itself writes the calls as JSON
             mapping["tool_calls"] = self.markers.cut(calls, "user")
         return {"role": message.role, **mapping}
+
+    def _content(self, message: Message) -> Any:
+        """The content as the template reads it. Raises ModelError for an image."""
+        return _text_content(message)
 
     def _apply(self, messages: list[dict[str, Any]], prompt: bool, tools: ToolSchemas) -> str:
         schemas = self.markers.cut(json.loads(tools.as_json), "system") if tools.as_json else None

@@ -1,0 +1,1 @@
+"""Vision-language models: images to tokens, pixel tensors and positions."""

@@ -1,0 +1,246 @@
+"""Makes prompts with images: token ids, the spans of the images among them, pixel tensors and
+positions.
+
+    ids        the rendering with each image's placeholder replaced by the image's tokens, encoded
+               once; equal to those of transformers' processor of the family
+    spans      offset, length, grid and digest of each image, in the order of the ids
+    images     pixel tensors of each image alone, by which they can be encoded in any company
+    positions  a function of the number of tokens and the spans (spans.py)
+
+The number of feature tokens in the ids equals the number of features of the images, and an image's
+placeholder comes from the chat template alone. Pixel tensors are computed by transformers' image
+processors for Pillow on every machine, and `fingerprint` names all settings that they and the ids
+depend on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
+
+from agentevo.data.message_markers import encode_rendering
+from agentevo.errors import BadRequestError, ModelError
+from agentevo.models.chat.chat_template import NO_TOOLS, ToolSchemas
+from agentevo.models.vision.families import find_family, vision_ids
+from agentevo.models.vision.image_files import digest_of, read_image
+from agentevo.models.vision.image_template import ImageChatTemplate
+from agentevo.models.vision.spans import ImageSpan, mrope_positions, plain_positions
+from agentevo.types import ImagePart, Message
+
+MODEL_INPUTS = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_position_ids")
+"""The tensors of an image processor that models read. The others describe the layout."""
+NAMES_OF_CLASSES = ("auto_map", "feature_extractor_type", "image_processor_type", "processor_class")
+"""The settings of an image processor that change no pixel. Loading one may add them."""
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessedImage:
+    """One image as the vision tower reads it."""
+
+    digest: str
+    """The SHA-256 of the image file, in hexadecimal."""
+    tensors: Mapping[str, torch.Tensor]
+    """By MODEL_INPUTS: what the family's image processor returns for this image alone."""
+    text: str
+    """The text that replaces the image's placeholder."""
+    grid: tuple[int, ...]
+    """See ImageSpan."""
+
+
+@dataclass(frozen=True, eq=False)
+class VisionPrompt:
+    """The tokens of messages with images."""
+
+    ids: list[int]
+    spans: tuple[ImageSpan, ...]
+    images: tuple[ProcessedImage, ...]
+    """In the order of the spans. An image that is shown twice is in it twice."""
+
+
+class VisionProcessor:
+    """The processor of one vision-language model."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        image_processor: Any,
+        config: PretrainedConfig,
+    ) -> None:
+        """`image_processor`: transformers' for Pillow. `config`: the model's. Raises ModelError for
+        a model of an unknown family, and for a tokenizer without a chat template or without the
+        tokens of images."""
+        self.tokenizer = tokenizer
+        self.family = find_family(config, tokenizer, image_processor)
+        self.vision_ids = vision_ids(self.family, config, tokenizer)
+        """The ids that a policy must never sample."""
+        self._image_processor = image_processor
+        self._template = ImageChatTemplate(tokenizer)
+        self._feature_id = _only_id(tokenizer, self.family.feature)
+        self.fingerprint = self._make_fingerprint()
+        """Names everything that ids, grids and pixel tensors of an image depend on, in hexadecimal.
+        Pixels that are made again for a turn must come from a processor of the same
+        fingerprint."""
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        images: Mapping[str, bytes],
+        tools: ToolSchemas = NO_TOOLS,
+    ) -> VisionPrompt:
+        """The prompt of a conversation, up to the beginning of the answer. `images`: digest ->
+        image file, for each image of the messages. Raises BadRequestError for an image that is
+        missing, damaged or not the one of its digest, and for a text that spells a token of
+        images; ModelError for a template that does not show each image once."""
+        digests = [
+            part.sha256
+            for message in messages
+            if not isinstance(message.content, str)
+            for part in message.content
+            if isinstance(part, ImagePart)
+        ]
+        files = [_file_of(digest, images) for digest in digests]
+        return self.encode(self.render(messages, tools), files)
+
+    def render(self, messages: Sequence[Message], tools: ToolSchemas = NO_TOOLS) -> str:
+        """The text of a conversation with one placeholder per image, up to the beginning of the
+        answer. Engines that expand placeholders themselves get it. Markers that messages spell are
+        cut in it (data/message_markers.py). Raises BadRequestError for a message that spells a
+        placeholder."""
+        for message in messages:
+            self._check_text(message)
+        return self._template.render(messages, prompt=True, tools=tools)
+
+    def encode(self, text: str, files: Sequence[bytes]) -> VisionPrompt:
+        """The tokens of a rendering that has a placeholder for each of these image files, in their
+        order. Raises as `prompt`."""
+        pieces = text.split(self.family.placeholder)
+        if len(pieces) - 1 != len(files):
+            raise ModelError(
+                f"the rendered conversation has {len(pieces) - 1} placeholders "
+                f"({self.family.placeholder}), and the messages have {len(files)} images: choose a "
+                "model whose chat template shows each image once"
+            )
+
+        processed = {data: self.process(data) for data in dict.fromkeys(files)}
+        images = tuple(processed[data] for data in files)
+        texts = [image.text for image in images]
+        expanded = pieces[0] + "".join(
+            part for pair in zip(texts, pieces[1:], strict=True) for part in pair
+        )
+        ids = encode_rendering(self.tokenizer, expanded)
+        return VisionPrompt(ids, self._find_spans(ids, images), images)
+
+    def process(self, data: bytes) -> ProcessedImage:
+        """The pixel tensors and tokens of an image file. Raises BadRequestError."""
+        image = read_image(data)
+        try:
+            processed = self._image_processor([image], return_tensors="pt", **self.family.options)
+        except ValueError as error:
+            raise BadRequestError(
+                f"an image of {image.width} x {image.height} pixels can't be shown to the model "
+                f"({error}): choose another size"
+            ) from error
+
+        layout = self.family.lay_out(processed)
+        tensors = {name: processed[name] for name in MODEL_INPUTS if name in processed}
+        return ProcessedImage(digest_of(data), tensors, layout.text, layout.grid)
+
+    def positions(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
+        """[A, length] int64: the positions of a sequence from its first token, on A = 3 axes for
+        models with M-RoPE, otherwise on one."""
+        if self.family.merge is None:
+            return plain_positions(length)
+        return mrope_positions(length, spans, self.family.merge)
+
+    def join(self, images: Sequence[ProcessedImage]) -> dict[str, torch.Tensor]:
+        """The arguments with which the model reads these images in one pass. Their order is that of
+        the feature tokens in the pass, row by row."""
+        names = images[0].tensors if images else ()
+        return {
+            name: torch.cat([image.tensors[name] for image in images], self.family.image_axis)
+            for name in names
+        }
+
+    def _find_spans(
+        self, ids: Sequence[int], images: Sequence[ProcessedImage]
+    ) -> tuple[ImageSpan, ...]:
+        places = np.flatnonzero(np.asarray(ids, dtype=np.int64) == self._feature_id).tolist()
+        counts = [image.text.count(self.family.feature) for image in images]
+        if len(places) != sum(counts):
+            raise ModelError(
+                f"the ids have {len(places)} tokens {self.family.feature} for {sum(counts)} "
+                "features: the tokenizer does not belong to the model"
+            )
+
+        spans = []
+        for image, count in zip(images, counts, strict=True):
+            first, last = places[0], places[count - 1]
+            del places[:count]
+            spans.append(ImageSpan(first, last + 1 - first, image.grid, image.digest))
+        return tuple(spans)
+
+    def _check_text(self, message: Message) -> None:
+        texts = [message.text, message.reasoning or ""]
+        texts += [call.arguments for call in message.tool_calls]
+        for mark in (self.family.placeholder, self.family.feature):
+            if any(mark in text for text in texts):
+                raise BadRequestError(
+                    f"a message of role {message.role} spells {mark}, which the model "
+                    "reads as an image: send the image as a part of the content, or write the text "
+                    "differently"
+                )
+
+    def _make_fingerprint(self) -> str:
+        processor = {
+            name: value
+            for name, value in self._image_processor.to_dict().items()
+            if name not in NAMES_OF_CLASSES
+        }
+        facts = {
+            "image_processor": [type(self._image_processor).__name__, processor],
+            "family": [self.family.name, self.family.numbers, dict(self.family.options)],
+            "feature": [self.family.feature, self._feature_id],
+        }
+        return digest_of(json.dumps(facts, sort_keys=True, default=str).encode())
+
+
+def load_processor(
+    folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> VisionProcessor:
+    """The processor of the model in a folder. Raises ModelError."""
+    try:
+        # Pillow's on every machine, so that pixels don't depend on whether torchvision is there.
+        image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    except Exception as error:  # a damaged preprocessor_config.json may raise anything
+        raise ModelError(
+            f"the image processor in {folder} can't be read ({type(error).__name__}: {error}): "
+            "save the model's own there with processor.save_pretrained"
+        ) from error
+
+    return VisionProcessor(tokenizer, image_processor, config)
+
+
+def _file_of(digest: str, images: Mapping[str, bytes]) -> bytes:
+    data = images.get(digest)
+    if data is None:
+        raise BadRequestError(f"the image {digest[:12]}... of a message is missing: send its file")
+    if digest_of(data) != digest:
+        raise BadRequestError(
+            f"the file of the image {digest[:12]}... has another digest: send the file that the "
+            "message names"
+        )
+    return data
+
+
+def _only_id(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1:
+        raise ModelError(f"the tokenizer encodes {text} as {len(ids)} tokens, and it must be one")
+    return int(ids[0])
