@@ -5,7 +5,6 @@ import base64
 import io
 import os
 import struct
-import sys
 import threading
 import zlib
 from hashlib import sha256
@@ -24,7 +23,7 @@ from agentevo.data.images import (
     is_image_part,
     read_image,
 )
-from agentevo.errors import ImageError, MissingExtraError
+from agentevo.errors import ImageError
 from agentevo.types import ImagePart
 from agentevo.types.images import image_file
 
@@ -356,9 +355,3 @@ def test_many_threads_read_the_same_images():
     for thread in threads:
         thread.join()
     assert len(results) == 160 and len(set(results)) == 2
-
-
-def test_without_pillow_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'agentevo\[images\]'"):
-        read_image(PNG, "x")

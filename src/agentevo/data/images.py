@@ -36,7 +36,6 @@ import numpy as np
 
 from agentevo.data.image_headers import ImageHeader, ImageHeaderError, read_header
 from agentevo.errors import ConfigError, ImageError, shown
-from agentevo.runtime.extras import load_extra
 from agentevo.runtime.parsing import check_file
 from agentevo.types.images import ImageFile, image_file
 
@@ -232,15 +231,16 @@ def _too_many_bytes(where: str, size: int, limits: ImageLimits) -> ImageError:
 
 
 def _decode(data: bytes, where: str, limits: ImageLimits | None = None) -> np.ndarray:
-    pil = load_extra("PIL.Image", "images", "an image")
+    import PIL.Image
+
     try:
-        with pil.open(io.BytesIO(data), formats=FORMATS) as image:
+        with PIL.Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if limits is not None:
                 width, height = image.size
                 _check_pixels(width, height, where, limits)
             image.verify()  # the checksums of a PNG
 
-        with pil.open(io.BytesIO(data), formats=FORMATS) as image:
+        with PIL.Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check_still(image, where)
             return _rgb(image)
     except (ImageError, MemoryError):
@@ -266,7 +266,8 @@ def _is_pixels(source: Any) -> bool:
 
 
 def _of_pixels(source: Any, where: str, limits: ImageLimits) -> ImageFile:
-    pil = load_extra("PIL.Image", "images", "an image")
+    import PIL.Image
+
     if isinstance(source, np.ndarray):
         if source.ndim != 3 or source.shape[2] != 3 or source.dtype != np.uint8:
             raise ImageError(
@@ -286,7 +287,7 @@ def _of_pixels(source: Any, where: str, limits: ImageLimits) -> ImageFile:
             raise ImageError(f"{where} can't be decoded ({error}): save it again") from error
 
     file = io.BytesIO()
-    pil.fromarray(np.ascontiguousarray(pixels)).save(file, "PNG")
+    PIL.Image.fromarray(np.ascontiguousarray(pixels)).save(file, "PNG")
     data = file.getvalue()
     if len(data) > limits.max_bytes:
         raise _too_many_bytes(where, len(data), limits)
@@ -296,27 +297,30 @@ def _of_pixels(source: Any, where: str, limits: ImageLimits) -> ImageFile:
 
 def _rgb(image: Image) -> np.ndarray:
     """RGB [H, W, 3] of uint8."""
-    pil = load_extra("PIL.Image", "images", "an image")
-    image = load_extra("PIL.ImageOps", "images", "an image").exif_transpose(image)
+    import PIL.Image
+    import PIL.ImageOps
+
+    image = PIL.ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
         image = _from_16_bits(image)
 
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         image = image.convert("RGBA")
-        white = pil.new("RGBA", image.size, (255, 255, 255, 255))
-        image = pil.alpha_composite(white, image)
+        white = PIL.Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = PIL.Image.alpha_composite(white, image)
 
     return np.array(image.convert("RGB"))
 
 
 def _from_16_bits(image: Image) -> Image:
     """A grey image of 16 bits as one of 8. Pillow itself would cut values off at 255."""
-    pil = load_extra("PIL.Image", "images", "an image")
+    import PIL.Image
+
     values = np.asarray(image).astype(np.uint32)
     grey = ((values * 255 + 32767) // 65535).astype(np.uint8)
     transparent = image.info.get("transparency")
     if transparent is None:
-        return pil.fromarray(grey)
+        return PIL.Image.fromarray(grey)
 
     alpha = np.where(values == transparent, 0, 255).astype(np.uint8)
-    return pil.fromarray(np.stack([grey, alpha], axis=-1))  # grey and alpha
+    return PIL.Image.fromarray(np.stack([grey, alpha], axis=-1))  # grey and alpha

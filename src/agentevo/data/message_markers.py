@@ -13,7 +13,7 @@ distinguished from a message with the same text.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ class MessageMarkers:
     prompts mention them. In a tool's result, such tags are cut too. In an assistant's message, only
     the markers that surround messages are cut, because other markers enclose calls and thoughts.
     Harmony's markers are kept, because an answer in Harmony has several messages.
+    `cut_always` adds markers that no message may contain.
     """
 
     def __init__(
@@ -55,18 +56,24 @@ class MessageMarkers:
         self._usual = _pattern(markers)
         self._of_tools = _pattern(markers | written)
         self._find_around = partial(_around_messages, tokenizer, render, markers)
+        self._always = _pattern(())
 
     @cached_property
     def _of_assistants(self) -> re.Pattern[str]:
         return _pattern(self._find_around() - set(THOUGHT_TAGS))
+
+    def cut_always(self, texts: Collection[str]) -> None:
+        """Cuts these texts in the messages of every role too, such as the placeholder of an
+        image."""
+        self._always = _pattern(texts)
 
     def cut(self, value: Any, role: str) -> Any:
         """The value with cuts in the markers that a message of this role may not contain. The value
         is a text, or lists and mappings with texts (keys included)."""
         if isinstance(value, str):
             if role == "assistant":
-                return _cut(value, self._of_assistants)
-            return _cut(value, self._of_tools if role == "tool" else self._usual)
+                return _cut(value, self._of_assistants, self._always)
+            return _cut(value, self._of_tools if role == "tool" else self._usual, self._always)
         if isinstance(value, dict):
             return {self.cut(key, role): self.cut(item, role) for key, item in value.items()}
         if isinstance(value, list):
@@ -100,16 +107,17 @@ def encode_rendering(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]
     return [token for piece in pieces for token in piece]
 
 
-def _pattern(markers: set[str]) -> re.Pattern[str]:
+def _pattern(markers: Collection[str]) -> re.Pattern[str]:
     """A single character can't be cut, and a message can't forge anything with it alone."""
     longest_first = sorted((text for text in markers if len(text) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-def _cut(text: str, pattern: re.Pattern[str]) -> str:
+def _cut(text: str, *patterns: re.Pattern[str]) -> str:
     """The text with cuts, so that no piece between cuts contains a marker. A marker may contain
     another marker."""
     text = text.replace(CUT, "")
-    while pattern.search(text):
-        text = pattern.sub(lambda marker: f"{marker[0][0]}{CUT}{marker[0][1:]}", text)
+    for pattern in patterns:
+        while pattern.search(text):
+            text = pattern.sub(lambda marker: f"{marker[0][0]}{CUT}{marker[0][1:]}", text)
     return text

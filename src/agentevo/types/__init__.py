@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from agentevo.errors import shown
+from agentevo.types.image_span import ImageSpan
 from agentevo.types.penalties import Penalties, TokenPenalties
 from agentevo.types.routed_experts import RoutedExperts
 from agentevo.types.turn_columns import TURN_COLUMNS, column_of
@@ -236,6 +237,12 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     teacher_logprobs: Sequence[float] | None = None
     """The natural log-prob of each completion token by a teacher, at temperature 1. None if no
     teacher has scored the turn. Kept as an array of float32."""
+    images: tuple[ImageSpan, ...] = ()
+    """The images of `prompt_ids`, in order; their offsets count from its first id. A completion has
+    none, because the ids of images can't be sampled."""
+    processor: str = ""
+    """The fingerprint of the settings that made the tokens and the pixels of the images (see
+    models/vision/processor.py); empty without images."""
     reward: float = 0.0
     """The environment's reward for this turn, penalties included."""
     messages: list[Message] = []
@@ -474,6 +481,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The allowed tokens, where a grammar restricted them."""
     penalties: TokenPenalties | None = None
     """Where penalties changed the logits before a token was sampled."""
+    images: tuple[ImageSpan, ...] = ()
+    """The images of `ids`, in order."""
+    processor: str = ""
+    """As in a turn."""
     routed_experts: RoutedExperts | None = None
     """T - 1 rows: of every token but the last. The policy's passes replay them."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from agentevo.types import QUERY_MESSAGES, ImagePart, Message, Task, Trajectory
+from agentevo.types.image_span import ImageSpan
 
 
 class ImageFile(msgspec.Struct, frozen=True):
@@ -25,6 +26,14 @@ class ImageFile(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         return f"<ImageFile {self.part.media_type}, {len(self.data):,} bytes, {self.part.sha256}>"
+
+
+class PromptImage(msgspec.Struct, frozen=True):
+    """An image in a prompt that an engine gets."""
+
+    span: ImageSpan
+    """Its tokens among the prompt's ids."""
+    file: ImageFile
 
 
 def image_file(data: bytes, media_type: str) -> ImageFile:

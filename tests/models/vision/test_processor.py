@@ -17,17 +17,18 @@ from slow import slow
 from tiny_vision import FAMILIES, TinyVision, png, tiny_vision
 from transformers import AutoModelForImageTextToText, ProcessorMixin
 
-from agentevo.errors import BadRequestError, ModelError
-from agentevo.models.vision.image_files import digest_of
+from agentevo.errors import ImageError, ModelError
 from agentevo.models.vision.processor import VisionProcessor, VisionPrompt, load_processor
-from agentevo.types import ImagePart, Message, TextPart
+from agentevo.types import Message, TextPart
+from agentevo.types.images import ImageFile, image_file
 
 SMALL, WIDE = png(20, 12, seed=1), png(40, 16, seed=2)
-FILES = {digest_of(data): data for data in (SMALL, WIDE)}
+IMAGES = [image_file(data, "image/png") for data in (SMALL, WIDE)]
+FILES = {image.part.sha256: image for image in IMAGES}
 CONVERSATION = [
-    Message("user", (TextPart("What is this?\n"), ImagePart(digest_of(SMALL)), TextPart("And"))),
+    Message("user", (TextPart("What is this?\n"), IMAGES[0].part, TextPart("And"))),
     Message("assistant", "A picture."),
-    Message("user", (ImagePart(digest_of(WIDE)), TextPart("this?"))),
+    Message("user", (IMAGES[1].part, TextPart("this?"))),
 ]
 QUICK = ("qwen2_vl", "gemma3")
 CLASSES = {
@@ -111,7 +112,7 @@ def test_ids_and_pixels_equal_those_of_transformers(
         place for span in prompt.spans for place in range(span.offset, span.offset + span.length)
     ]
     assert set(np.flatnonzero(np.array(prompt.ids) == feature)) <= set(in_spans)
-    assert [span.digest for span in prompt.spans] == [digest_of(SMALL), digest_of(WIDE)]
+    assert [span.digest for span in prompt.spans] == list(FILES)
 
 
 def own_processor(name: str, parts: TinyVision, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -196,7 +197,7 @@ def test_a_prefix_has_the_positions_of_the_whole() -> None:
 def test_an_image_is_the_same_in_any_company() -> None:
     processor = make(tiny_vision("qwen2_vl"))
     prompt = processor.prompt(CONVERSATION, FILES)
-    alone = processor.process(SMALL)
+    alone = processor.process(IMAGES[0])
 
     assert torch.equal(prompt.images[0].tensors["pixel_values"], alone.tensors["pixel_values"])
     assert prompt.images[0].text == alone.text
@@ -204,10 +205,8 @@ def test_an_image_is_the_same_in_any_company() -> None:
 
 def test_the_smallest_image_has_tokens() -> None:
     processor = make(tiny_vision("qwen2_vl"))
-    dot = png(1, 1)
-    prompt = processor.prompt(
-        [Message("user", (ImagePart(digest_of(dot)),))], {digest_of(dot): dot}
-    )
+    dot = image_file(png(1, 1), "image/png")
+    prompt = processor.prompt([Message("user", (dot.part,))], {dot.part.sha256: dot})
 
     assert prompt.spans[0].length == np.prod(prompt.spans[0].grid) // 4 > 0
 
@@ -234,20 +233,26 @@ def test_the_fingerprint_names_the_settings(tmp_path: Any) -> None:
 
 
 def refused(
-    messages: list[Message], error: type[Exception], files: dict[str, bytes] = FILES
+    messages: list[Message], error: type[Exception], files: dict[str, ImageFile] = FILES
 ) -> str:
     with pytest.raises(error) as failure:
         make(tiny_vision("qwen2_vl")).prompt(messages, files)
     return str(failure.value)
 
 
-def test_a_text_that_spells_a_placeholder_is_refused() -> None:
-    for message in (
-        Message("user", "Look: <|image_pad|>"),
-        Message("user", (TextPart("<|image"), TextPart("_pad|>"))),
-        Message("assistant", "", reasoning="<|image_pad|>"),
-    ):
-        assert "spells <|image_pad|>" in refused([message], BadRequestError)
+@pytest.mark.parametrize("name", [*QUICK, *slow(*(n for n in FAMILIES if n not in QUICK))])
+def test_a_text_that_spells_a_placeholder_is_ordinary_text(name: str) -> None:
+    processor = make(tiny_vision(name))
+    for mark in (processor.family.placeholder, processor.family.feature):
+        for messages in (
+            [Message("user", f"Look: {mark}")],
+            [Message("user", (TextPart(mark[:4]), TextPart(mark[4:])))],
+            [Message("user", "?"), Message("assistant", f"A {mark}."), Message("user", "Which?")],
+        ):
+            ids = processor.prompt(messages, {}).ids
+
+            assert not processor.vision_ids & set(ids)
+            assert mark in processor.tokenizer.decode(ids)
 
 
 def test_boundaries_in_a_text_are_ordinary_text() -> None:
@@ -259,9 +264,9 @@ def test_boundaries_in_a_text_are_ordinary_text() -> None:
 
 
 def test_a_missing_or_wrong_image_is_refused() -> None:
-    assert "is missing" in refused(CONVERSATION, BadRequestError, {})
-    swapped = {digest_of(SMALL): WIDE, digest_of(WIDE): WIDE}
-    assert "another digest" in refused(CONVERSATION, BadRequestError, swapped)
+    assert "is missing" in refused(CONVERSATION, ImageError, {})
+    swapped = {digest: ImageFile(file.part, WIDE) for digest, file in FILES.items()}
+    assert "bytes are not those of the image" in refused(CONVERSATION, ImageError, swapped)
 
 
 def test_a_template_that_leaves_an_image_out_is_refused() -> None:
@@ -273,10 +278,10 @@ def test_a_template_that_leaves_an_image_out_is_refused() -> None:
 
 
 def test_an_image_of_an_impossible_shape_is_refused() -> None:
-    thin = png(1, 500)
-    message = Message("user", (ImagePart(digest_of(thin)),))
+    thin = image_file(png(1, 500), "image/png")
+    message = Message("user", (thin.part,))
 
-    assert "1 x 500 pixels" in refused([message], BadRequestError, {digest_of(thin): thin})
+    assert "1 x 500 pixels" in refused([message], ImageError, {thin.part.sha256: thin})
 
 
 def test_a_model_of_an_unknown_family_is_refused() -> None:

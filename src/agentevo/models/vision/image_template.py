@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
-from agentevo.models.chat.chat_template import TEMPLATE_ERRORS, ChatTemplate
-from agentevo.types import ImagePart, Message
+from transformers import PreTrainedTokenizerBase
+
+from agentevo.models.chat.chat_template import (
+    OWN_VALUES,
+    TEMPLATE_ERRORS,
+    ChatTemplate,
+    TemplateValues,
+)
+from agentevo.models.chat.template_rendering import TemplateRenderer
+from agentevo.types import ImagePart, Message, TextPart
 
 _PROBE = "probetext"
 
 
 class ImageChatTemplate(ChatTemplate):
     """A chat template that gets images as parts of a message's content. Some templates need parts
-    for every message and would leave a plain text out."""
+    for every message and would leave a plain text out. A text that spells one of `marks`, such as
+    the placeholder of an image, is cut apart in every message."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        marks: frozenset[str],
+        values: TemplateValues = OWN_VALUES,
+        renderer: TemplateRenderer | None = None,
+    ) -> None:
+        super().__init__(tokenizer, values, renderer)
+        self._marks = marks
+        self.markers.cut_always(marks)
+
+    def with_values(self, values: TemplateValues) -> ImageChatTemplate:
+        """See ChatTemplate."""
+        return ImageChatTemplate(self.tokenizer, self._marks, values, self._renderer)
 
     def _content(self, message: Message) -> Any:
         if isinstance(message.content, str) and not self._needs_parts:
@@ -21,12 +46,15 @@ class ImageChatTemplate(ChatTemplate):
         if isinstance(message.content, str):
             return [{"type": "text", "text": message.content}] if message.content else []
 
-        return [
-            {"type": "image"}
-            if isinstance(part, ImagePart)
-            else {"type": "text", "text": part.text}
-            for part in message.content
-        ]
+        parts: list[dict[str, str]] = []
+        # A mark must not arise from two texts that a template writes one after the other.
+        for kind, run in groupby(message.content, type):
+            if kind is TextPart:
+                text = "".join(part.text for part in run if isinstance(part, TextPart))
+                parts.append({"type": "text", "text": text})
+            else:
+                parts += [{"type": "image"} for part in run if isinstance(part, ImagePart)]
+        return parts
 
     @cached_property
     def _needs_parts(self) -> bool:

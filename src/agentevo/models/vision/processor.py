@@ -5,7 +5,7 @@ positions.
                once; equal to those of transformers' processor of the family
     spans      offset, length, grid and digest of each image, in the order of the ids
     images     pixel tensors of each image alone, by which they can be encoded in any company
-    positions  a function of the number of tokens and the spans (spans.py)
+    positions  a function of the number of tokens and the spans (positions.py)
 
 The number of feature tokens in the ids equals the number of features of the images, and an image's
 placeholder comes from the chat template alone. Pixel tensors are computed by transformers' image
@@ -18,21 +18,25 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 
+from agentevo.data.images import decode_image
 from agentevo.data.message_markers import encode_rendering
-from agentevo.errors import BadRequestError, ModelError
+from agentevo.errors import ImageError, ModelError
 from agentevo.models.chat.chat_template import NO_TOOLS, ToolSchemas
 from agentevo.models.vision.families import find_family, vision_ids
-from agentevo.models.vision.image_files import digest_of, read_image
 from agentevo.models.vision.image_template import ImageChatTemplate
-from agentevo.models.vision.spans import ImageSpan, mrope_positions, plain_positions
-from agentevo.types import ImagePart, Message
+from agentevo.models.vision.positions import mrope_positions, plain_positions
+from agentevo.types import Message
+from agentevo.types.image_span import ImageSpan
+from agentevo.types.images import ImageFile, images_of_messages
 
 MODEL_INPUTS = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_position_ids")
 """The tensors of an image processor that models read. The others describe the layout."""
@@ -81,7 +85,8 @@ class VisionProcessor:
         self.vision_ids = vision_ids(self.family, config, tokenizer)
         """The ids that a policy must never sample."""
         self._image_processor = image_processor
-        self._template = ImageChatTemplate(tokenizer)
+        marks = frozenset((self.family.placeholder, self.family.feature))
+        self._template = ImageChatTemplate(tokenizer, marks)
         self._feature_id = _only_id(tokenizer, self.family.feature)
         self.fingerprint = self._make_fingerprint()
         """Names everything that ids, grids and pixel tensors of an image depend on, in hexadecimal.
@@ -91,34 +96,24 @@ class VisionProcessor:
     def prompt(
         self,
         messages: Sequence[Message],
-        images: Mapping[str, bytes],
+        images: Mapping[str, ImageFile],
         tools: ToolSchemas = NO_TOOLS,
     ) -> VisionPrompt:
         """The prompt of a conversation, up to the beginning of the answer. `images`: digest ->
-        image file, for each image of the messages. Raises BadRequestError for an image that is
-        missing, damaged or not the one of its digest, and for a text that spells a token of
-        images; ModelError for a template that does not show each image once."""
-        digests = [
-            part.sha256
-            for message in messages
-            if not isinstance(message.content, str)
-            for part in message.content
-            if isinstance(part, ImagePart)
-        ]
-        files = [_file_of(digest, images) for digest in digests]
+        image, for each image of the messages. Raises ImageError for an image that is missing,
+        damaged or not the one of its digest; ModelError for a template that does not show each
+        image once."""
+        files = [_file_of(part.sha256, images) for part in images_of_messages(messages)]
         return self.encode(self.render(messages, tools), files)
 
     def render(self, messages: Sequence[Message], tools: ToolSchemas = NO_TOOLS) -> str:
         """The text of a conversation with one placeholder per image, up to the beginning of the
-        answer. Engines that expand placeholders themselves get it. Markers that messages spell are
-        cut in it (data/message_markers.py). Raises BadRequestError for a message that spells a
-        placeholder."""
-        for message in messages:
-            self._check_text(message)
+        answer. Engines that expand placeholders themselves get it. Markers that messages spell,
+        placeholders among them, are cut in it (data/message_markers.py)."""
         return self._template.render(messages, prompt=True, tools=tools)
 
-    def encode(self, text: str, files: Sequence[bytes]) -> VisionPrompt:
-        """The tokens of a rendering that has a placeholder for each of these image files, in their
+    def encode(self, text: str, files: Sequence[ImageFile]) -> VisionPrompt:
+        """The tokens of a rendering that has a placeholder for each of these images, in their
         order. Raises as `prompt`."""
         pieces = text.split(self.family.placeholder)
         if len(pieces) - 1 != len(files):
@@ -128,8 +123,9 @@ class VisionProcessor:
                 "model whose chat template shows each image once"
             )
 
-        processed = {data: self.process(data) for data in dict.fromkeys(files)}
-        images = tuple(processed[data] for data in files)
+        by_digest = {file.part.sha256: file for file in files}
+        processed = {digest: self.process(file) for digest, file in by_digest.items()}
+        images = tuple(processed[file.part.sha256] for file in files)
         texts = [image.text for image in images]
         expanded = pieces[0] + "".join(
             part for pair in zip(texts, pieces[1:], strict=True) for part in pair
@@ -137,20 +133,23 @@ class VisionProcessor:
         ids = encode_rendering(self.tokenizer, expanded)
         return VisionPrompt(ids, self._find_spans(ids, images), images)
 
-    def process(self, data: bytes) -> ProcessedImage:
-        """The pixel tensors and tokens of an image file. Raises BadRequestError."""
-        image = read_image(data)
+    def process(self, file: ImageFile) -> ProcessedImage:
+        """The pixel tensors and tokens of an image. Raises ImageError."""
+        where = f"the image {file.part.sha256[:12]}..."
+        pixels = decode_image(file, where)
+        height, width, _ = pixels.shape
+        image = Image.fromarray(pixels)
         try:
             processed = self._image_processor([image], return_tensors="pt", **self.family.options)
         except ValueError as error:
-            raise BadRequestError(
-                f"an image of {image.width} x {image.height} pixels can't be shown to the model "
+            raise ImageError(
+                f"{where} of {width} x {height} pixels can't be shown to the model "
                 f"({error}): choose another size"
             ) from error
 
         layout = self.family.lay_out(processed)
         tensors = {name: processed[name] for name in MODEL_INPUTS if name in processed}
-        return ProcessedImage(digest_of(data), tensors, layout.text, layout.grid)
+        return ProcessedImage(file.part.sha256, tensors, layout.text, layout.grid)
 
     def positions(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
         """[A, length] int64: the positions of a sequence from its first token, on A = 3 axes for
@@ -186,17 +185,6 @@ class VisionProcessor:
             spans.append(ImageSpan(first, last + 1 - first, image.grid, image.digest))
         return tuple(spans)
 
-    def _check_text(self, message: Message) -> None:
-        texts = [message.text, message.reasoning or ""]
-        texts += [call.arguments for call in message.tool_calls]
-        for mark in (self.family.placeholder, self.family.feature):
-            if any(mark in text for text in texts):
-                raise BadRequestError(
-                    f"a message of role {message.role} spells {mark}, which the model "
-                    "reads as an image: send the image as a part of the content, or write the text "
-                    "differently"
-                )
-
     def _make_fingerprint(self) -> str:
         processor = {
             name: value
@@ -208,7 +196,7 @@ class VisionProcessor:
             "family": [self.family.name, self.family.numbers, dict(self.family.options)],
             "feature": [self.family.feature, self._feature_id],
         }
-        return digest_of(json.dumps(facts, sort_keys=True, default=str).encode())
+        return sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def load_processor(
@@ -227,16 +215,11 @@ def load_processor(
     return VisionProcessor(tokenizer, image_processor, config)
 
 
-def _file_of(digest: str, images: Mapping[str, bytes]) -> bytes:
-    data = images.get(digest)
-    if data is None:
-        raise BadRequestError(f"the image {digest[:12]}... of a message is missing: send its file")
-    if digest_of(data) != digest:
-        raise BadRequestError(
-            f"the file of the image {digest[:12]}... has another digest: send the file that the "
-            "message names"
-        )
-    return data
+def _file_of(digest: str, images: Mapping[str, ImageFile]) -> ImageFile:
+    file = images.get(digest)
+    if file is None:
+        raise ImageError(f"the image {digest[:12]}... of a message is missing: send its file")
+    return file
 
 
 def _only_id(tokenizer: PreTrainedTokenizerBase, text: str) -> int:

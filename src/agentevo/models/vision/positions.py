@@ -1,4 +1,4 @@
-"""Where the images of a token sequence are, and the positions of its tokens.
+"""The positions of the tokens of a sequence with images.
 
 A position is a property of a token: it depends only on the tokens before it on its path and on the
 grids of the images among them. It never depends on a pass, a batch or what a module remembers of
@@ -9,22 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 
-
-class ImageSpan(msgspec.Struct, frozen=True):
-    """The tokens of one image in a sequence. A span is never cut."""
-
-    offset: int
-    """The place of its first feature token."""
-    length: int
-    """The number of tokens up to and including its last feature token. Families that show an image
-    as tiles have other tokens between the tiles."""
-    grid: tuple[int, ...]
-    """(t, h, w) patches for families with M-RoPE, otherwise (number of feature tokens,)."""
-    digest: str
-    """The SHA-256 of the image file, in hexadecimal."""
+from agentevo.types.image_span import ImageSpan
 
 
 def plain_positions(length: int) -> np.ndarray:
