@@ -27,7 +27,9 @@ from agentevo.errors import ImageError
 from agentevo.types import ImagePart
 from agentevo.types.images import image_file
 
-RED, GREEN, BLUE = (250, 10, 20), (10, 200, 30), (20, 30, 240)
+RED = (250, 10, 20)
+GREEN = (10, 200, 30)
+BLUE = (20, 30, 240)
 
 
 def quarters(width=8, height=6):

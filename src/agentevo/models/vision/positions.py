@@ -32,7 +32,9 @@ def mrope_positions(length: int, spans: Sequence[ImageSpan], merge: int) -> np.n
         positions[:, place : span.offset] = text
         position += len(text)
 
-        frames, height, width = span.grid[0], span.grid[1] // merge, span.grid[2] // merge
+        frames = span.grid[0]
+        height = span.grid[1] // merge
+        width = span.grid[2] // merge
         place = span.offset + span.length
         grid = np.indices((frames, height, width)).reshape(3, -1)
         positions[:, span.offset : place] = grid + position
