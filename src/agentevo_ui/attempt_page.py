@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, Response
 
-from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.data.image_headers import ImageHeaderError, read_header
+from agentevo.errors import AgentEvoError, ConfigError, UnusableStoreError
 from agentevo.observability import attempt_diff, attempt_tokens, attempt_view
 from agentevo.observability.attempt_tokens import Training
 from agentevo.runs.folder.annotations import Annotations, read_annotations
@@ -193,6 +194,21 @@ def _not_kept(training: Training) -> str:
         "the run stored none for this step: tracking.token_numbers was off, or its folder is not "
         "here; actor/entropy and actor/ppo_kl have the step's means"
     )
+
+
+@router.get("/runs/{run}/image/{sha256}")
+async def image(request: Request, run: str, sha256: str) -> Response:
+    """An image of the run's store. Its bytes never change, because the digest names them."""
+    view = await run_of(request, run)
+    async with asyncio.timeout(WITHIN_S), dashboard(request).stores.reading(view.source) as store:
+        try:
+            file = await store.image(sha256)
+            kind = read_header(file.data).media_type  # a store may name any other one
+        except (UnusableStoreError, ImageHeaderError) as error:
+            raise NotFoundError(f"There is no image {sha256[:64]} in this run's store.") from error
+
+    headers = {"cache-control": "private, max-age=86400, immutable"}
+    return Response(file.data, media_type=kind, headers=headers)
 
 
 @router.get("/runs/{run}/attempt/turns", response_class=HTMLResponse)

@@ -12,8 +12,10 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+import numpy as np
 import pytest
 
+from agentevo.data.images import read_image
 from agentevo.runs.folder.annotations import Annotation, Preference, annotate
 from agentevo.runs.folder.run_folder import read_store
 from agentevo.store import open_store
@@ -35,7 +37,9 @@ def turn(index: int, parent: int | None, messages: list[Message], **changes: Any
     return Turn(index=index, parent=parent, messages=messages, **(fields | changes))
 
 
-SCREEN = image_file(b"pixels", "image/png")
+SCREEN = read_image(np.zeros((4, 6, 3), np.uint8), "the screen")
+PAGE = image_file(b"<script>alert(1)</script>", "text/html")
+"""What another program may have written in place of an image."""
 
 
 def attempts() -> list[Trajectory]:
@@ -112,7 +116,7 @@ def store_url(tmp_path_factory: pytest.TempPathFactory) -> str:
                 scorer="exact_match",
                 metadata={f"key {n}": [HOSTILE, "y" * 5_000] for n in range(60)},
             )
-            await store.put_images([SCREEN])
+            await store.put_images([SCREEN, PAGE])
             await store.add_tasks([asked], queue=False)
             await store.write_trajectories(made, split="train", step=1)
             names = [one.id for one in made]
@@ -188,6 +192,9 @@ def pages(
         "huge step": f"steps/{10**20}",
         "late": f"attempts?after={2**52}.5~{2**52}&order=worst",
         "no cursor": "attempts?after=nan~x",
+        "image": f"image/{SCREEN.part.sha256}",
+        "no image": f"image/{PAGE.part.sha256}",
+        "far image": f"image/{'0' * 64}",
         "no range": "attempts?reward_from=1&reward_to=0",
     }
     for number, attempt in enumerate(attempts()):
@@ -220,12 +227,13 @@ def test_every_page_answers_and_what_was_said_is_only_text(
     pages: dict[str, httpx.Response],
 ) -> None:
     wrong = {"wrong", "wrong order", "no number", "no text", "minus", "no token", "gone"}
-    wrong |= {"huge step", "no cursor"}
+    wrong |= {"huge step", "no cursor", "no image", "far image"}
     for title, answer in pages.items():
         assert (answer.status_code == 200) == (title not in wrong), (title, answer.text[-800:])
         assert answer.status_code < 500, title
         assert "<script>alert" not in answer.text
-        assert not re.search("[\x00\x1b\u202e]", answer.text), title
+        if title != "image":
+            assert not re.search("[\x00\x1b\u202e]", answer.text), title
 
     assert "&lt;script&gt;alert" in pages["hostile"].text
 
@@ -269,7 +277,11 @@ def test_an_attempt_as_messages(pages: dict[str, httpx.Response]) -> None:
     assert "no net" in tools
     assert "2.5 s" in tools
     assert "half of it is right" in tools
-    assert "its digest, not its pixels" in tools
+    assert f"/image/{SCREEN.part.sha256}" in tools
+    picture = pages["image"]
+    assert picture.content == SCREEN.data
+    assert picture.headers["content-type"] == "image/png"
+    assert picture.headers["x-content-type-options"] == "nosniff"
     assert len(pages["long"].content) < 100_000
     assert "further characters" in pages["long"].text
     assert "word" in pages["text"].text

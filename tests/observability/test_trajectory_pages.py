@@ -5,19 +5,23 @@ import base64
 import hashlib
 import re
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import unescape
 from pathlib import Path
 from urllib.parse import unquote
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentevo.cli.main import main
+from agentevo.data.images import read_image
 from agentevo.observability.trajectory_pages import page_name
 from agentevo.store import open_store
-from agentevo.types import Message, Task, Trajectory, Turn
+from agentevo.types import Message, Task, TextPart, Trajectory, Turn
+from agentevo.types.images import ImageFile
 
 HOSTILE = "../../e\x1b[31m<script>alert(1)</script>\u202e/x"
 Make = Callable[..., Path]
@@ -40,7 +44,7 @@ def attempt(name: str, words: str = "hello") -> Trajectory:
 def make(tmp_path: Path) -> Make:
     """`make([(attempt, split, step), ...])`: the folder of a run whose store has these."""
 
-    def made(rows: list[tuple[Trajectory, str, int]]) -> Path:
+    def made(rows: list[tuple[Trajectory, str, int]], images: Sequence[ImageFile] = ()) -> Path:
         folder = tmp_path / "lake"
         folder.mkdir()
         (folder / "config.yaml").write_text("run:\n  name: lake\n")
@@ -48,6 +52,7 @@ def make(tmp_path: Path) -> Make:
         async def fill() -> None:
             async with await open_store(f"sqlite:///{folder / 'store.sqlite'}") as store:
                 await store.add_tasks([Task(id="t", environment="x")])
+                await store.put_images(images)
                 for one, split, step in rows:
                     await store.write_trajectories([one], split=split, step=step)  # type: ignore[arg-type]
 
@@ -85,6 +90,22 @@ def test_every_fourth_step_and_the_last_one_have_pages(make: Make, capsys) -> No
 
     assert main(["trajectories", "show", str(run), "--html", "--step", "6"]) == 0, "its own folder"
     assert files(out) == ["index.html", *(f"step_6/trajectory_s6-{n}.html" for n in range(3))]
+
+
+def test_a_page_has_the_images_of_its_attempt(make: Make) -> None:
+    seen = read_image(np.full((4, 6, 3), 200, np.uint8), "a screen")
+    lost = read_image(np.zeros((4, 6, 3), np.uint8), "a screen")
+    turn = attempt("s").turns[0]
+    shown = Message("user", (TextPart("Look:"), seen.part, lost.part))
+    turn = msgspec.structs.replace(turn, messages=[shown, *turn.messages[1:]])
+    run = make([(msgspec.structs.replace(attempt("s"), turns=[turn]), "train", 1)], [seen, lost])
+    with sqlite3.connect(run / "store.sqlite") as rows:
+        rows.execute("DELETE FROM images WHERE id = ?", [lost.part.sha256])
+
+    assert main(["trajectories", "show", str(run), "--html"]) == 0
+    page = (run / "trajectories_html/step_1/trajectory_s.html").read_text(encoding="utf-8")
+    assert f'src="data:image/png;base64,{base64.b64encode(seen.data).decode()}"' in page
+    assert f"SHA-256 {lost.part.sha256[:16]}…: not on this page" in page
 
 
 def test_hostile_ids_and_words_are_names_and_text(make: Make, tmp_path: Path) -> None:

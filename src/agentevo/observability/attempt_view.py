@@ -16,7 +16,8 @@ from agentevo.observability.pages.grid_worlds import (
     pieces,
 )
 from agentevo.store.calls import StoredCall
-from agentevo.types import ImagePart, Message, RemoteTurn, Trajectory, Turn
+from agentevo.types import Message, RemoteTurn, Trajectory, Turn
+from agentevo.types.images import images_of_messages
 
 TURNS = 12
 """The number of turns in a part of the page."""
@@ -26,6 +27,7 @@ MORE = 50_000
 """The number of characters of each further part of a message."""
 ARGUMENTS = 4_000
 MAX_CALLS = 400
+NO_IMAGES: Mapping[str, str] = {}
 MAX_TREE = 150
 
 
@@ -40,6 +42,15 @@ class ShownToolUse(NamedTuple):
     error: str
 
 
+class ShownImage(NamedTuple):
+    """An image of a message."""
+
+    sha256: str
+    media_type: str
+    data_url: str
+    """The image itself, for a page that is a file; empty if the page does not have it."""
+
+
 class ShownMessage(NamedTuple):
     """One message."""
 
@@ -48,7 +59,7 @@ class ShownMessage(NamedTuple):
     who: str
     thought: str
     pieces: list[WorldPiece]
-    images: list[str]
+    images: list[ShownImage]
     tools: list[ShownToolUse]
     rest: int
     """The number of characters that are not shown yet."""
@@ -121,14 +132,18 @@ def part_of(
     start: int = 0,
     leaf: int | None = None,
     most: int = TURNS,
+    images: Mapping[str, str] = NO_IMAGES,
 ) -> ShownPart:
-    """Up to `most` of the turns to show, from number `start`."""
+    """Up to `most` of the turns to show, from number `start`. `images`: digest -> data URL."""
     shown, shared = select_turns(trajectory.turns, leaf)
     uses = _uses(trajectory, calls)
     legend = world_of(trajectory.turns)
     page = shown[start : start + most]
     before = dict(zip(shown[1:], shown, strict=False))
-    views = [turn_view(trajectory.turns[i], before.get(i), i in shared, uses, legend) for i in page]
+    views = [
+        turn_view(trajectory.turns[i], before.get(i), i in shared, uses, legend, images)
+        for i in page
+    ]
     next_start = start + most
     return ShownPart(views, next_start if next_start < len(shown) else None, len(shown))
 
@@ -145,6 +160,7 @@ def turn_view(
     is_shared: bool,
     uses: dict[tuple[int, int], StoredCall],
     legend: Legend = NO_LEGEND,
+    images: Mapping[str, str] = NO_IMAGES,
 ) -> TurnView:
     low = min(turn.versions, default=None)
     high = max(turn.versions, default=None)
@@ -162,7 +178,7 @@ def turn_view(
                 _tool_use(call.name, call.arguments, call.id, uses.get((turn.index, place)))
             )
             place += 1
-        messages.append(to_shown_message(message, number, tools, legend))
+        messages.append(to_shown_message(message, number, tools, legend, images))
 
     how = ["greedy" if turn.temperature == 0 else ""]
     how += (
@@ -188,7 +204,11 @@ def turn_view(
 
 
 def to_shown_message(
-    message: Message, number: int, tools: list[ShownToolUse], legend: Legend = NO_LEGEND
+    message: Message,
+    number: int,
+    tools: list[ShownToolUse],
+    legend: Legend = NO_LEGEND,
+    images: Mapping[str, str] = NO_IMAGES,
 ) -> ShownMessage:
     """A message with its first FIRST characters."""
     text = message.text
@@ -198,20 +218,13 @@ def to_shown_message(
         who=message.name or "",
         thought=message.reasoning or "",
         pieces=pieces(text[:FIRST], legend) if text else [],
-        images=_images(message),
+        images=[
+            ShownImage(part.sha256, part.media_type, images.get(part.sha256, ""))
+            for part in images_of_messages([message])
+        ],
         tools=tools,
         rest=max(0, len(text) - FIRST),
     )
-
-
-def _images(message: Message) -> list[str]:
-    if isinstance(message.content, str):
-        return []
-    return [
-        f"{part.media_type}, SHA-256 {part.sha256[:16]}…"
-        for part in message.content
-        if isinstance(part, ImagePart)
-    ]
 
 
 def _tool_use(name: str, arguments: str, call_id: str, call: StoredCall | None) -> ShownToolUse:
@@ -457,15 +470,18 @@ def tree(turns: Sequence[Turn], leaf: int | None) -> list[TreeNode]:
 
 
 def remote_part(
-    turns: Sequence[RemoteTurn], limit: int = 40
+    turns: Sequence[RemoteTurn], limit: int = 40, images: Mapping[str, str] = NO_IMAGES
 ) -> list[tuple[RemoteTurn, list[ShownMessage]]]:
-    """The first `limit` turns of remote models."""
+    """The first `limit` turns of remote models. `images`: digest -> data URL."""
     return [
         (
             turn,
             [
                 to_shown_message(
-                    m, i, [_tool_use(c.name, c.arguments, c.id, None) for c in m.tool_calls]
+                    m,
+                    i,
+                    [_tool_use(c.name, c.arguments, c.id, None) for c in m.tool_calls],
+                    images=images,
                 )
                 for i, m in enumerate(turn.messages)
             ],

@@ -36,6 +36,7 @@ DEADLINE_S = 300.0
 """The deadline of the report at the end of a run, in seconds."""
 MAX_ATTEMPTS_OF_STEP = 1_000
 NO_CALLS: Mapping[str, Sequence[StoredCall]] = MappingProxyType({})
+NO_IMAGES: Mapping[str, Mapping[str, str]] = MappingProxyType({})
 REMEDY = "make room there, or make it writable, and write it again with `agentevo report`"
 
 
@@ -47,11 +48,13 @@ def write_report(
     trajectories: Sequence[tuple[str, Trajectory]],
     decode: Decode | None = None,
     calls: Mapping[str, Sequence[StoredCall]] = NO_CALLS,
+    images: Mapping[str, Mapping[str, str]] = NO_IMAGES,
 ) -> Path:
     """Writes `report.html`, draws `plots/*.png` next to it, and returns the page's path.
 
-    `trajectories` are (caption, trajectory) pairs from `sample_trajectories`, and `calls` are the
-    calls of each by its id. Without `decode`, tokens are shown as ids.
+    `trajectories` are (caption, trajectory) pairs from `sample_trajectories`. `calls` and `images`
+    are the calls and the images (see `read_images`) of each by its id. Without `decode`, tokens are
+    shown as ids.
     """
     from agentevo.observability.report_page import report_html
     from agentevo.observability.static_attempt import still_attempt
@@ -59,7 +62,12 @@ def write_report(
     run_dir = Path(run_dir)
     attempts = [
         still_attempt(
-            trajectory, calls.get(trajectory.id, ()), decode, caption=caption, anchor=f"a{number}-"
+            trajectory,
+            calls.get(trajectory.id, ()),
+            decode,
+            caption=caption,
+            anchor=f"a{number}-",
+            images=images.get(trajectory.id, {}),
         )
         for number, (caption, trajectory) in enumerate(trajectories)
     ]
@@ -103,12 +111,12 @@ def report_from_run(run_dir: Path | str, decode: Decode | None = None) -> Path:
     )
 
     with ThreadPoolExecutor(1) as thread:
-        trajectories, calls = thread.submit(
+        trajectories, calls, images = thread.submit(
             asyncio.run, _read_samples(run_dir, (config.get("store") or {}).get("url"))
         ).result()
 
     rows = read_metrics(run_dir / "metrics.jsonl")
-    return write_report(run_dir, rows, summary, config_yaml, trajectories, decode, calls)
+    return write_report(run_dir, rows, summary, config_yaml, trajectories, decode, calls, images)
 
 
 async def report_at_end(run_dir: Path, decode: Decode, view: LiveView) -> None:
@@ -146,13 +154,14 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
 
 async def _read_samples(
     run_dir: Path, url: str | None
-) -> tuple[list[tuple[str, Trajectory]], dict[str, list[StoredCall]]]:
-    """The choice of `sample_trajectories`, and the calls of each by its id."""
+) -> tuple[list[tuple[str, Trajectory]], dict[str, list[StoredCall]], dict[str, dict[str, str]]]:
+    """The choice of `sample_trajectories`, and the calls and the images of each by its id."""
     from agentevo.observability.attempt_view import MAX_CALLS
+    from agentevo.observability.static_attempt import read_images
     from agentevo.store import open_store
 
     if url is None and not (run_dir / "store.sqlite").is_file():
-        return [], {}
+        return [], {}, {}
 
     async with await open_store(
         url or f"sqlite:///{run_dir / 'store.sqlite'}", read_only=True
@@ -164,7 +173,8 @@ async def _read_samples(
             ]
             for _, trajectory in chosen
         }
-        return chosen, calls
+        images = {trajectory.id: await read_images(store, trajectory) for _, trajectory in chosen}
+        return chosen, calls, images
 
 
 async def sample_trajectories(store: Store) -> list[tuple[str, Trajectory]]:

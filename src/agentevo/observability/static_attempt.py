@@ -3,11 +3,14 @@ browser's speed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from agentevo.errors import UnusableStoreError
 from agentevo.observability.attempt_tokens import Training, TurnTokens, tokens_part
 from agentevo.observability.attempt_view import (
+    NO_IMAGES,
     CallRow,
     ShownMessage,
     ShownPart,
@@ -20,13 +23,17 @@ from agentevo.observability.attempt_view import (
 )
 from agentevo.observability.pages.grid_worlds import WorldPiece
 from agentevo.observability.trajectory_view import MAX_FILES, Decode, outcome
+from agentevo.store import Store
 from agentevo.store.calls import StoredCall
 from agentevo.types import RemoteTurn, Trajectory
+from agentevo.types.images import images_of_trajectory
 
 SHOWN_TOKENS = 3_000
 """The maximum number of sampled tokens of an attempt on a page."""
 SHOWN_TURNS = 200
 SHOWN_REWARDS = 60
+IMAGE_BYTES = 8 * 2**20
+"""The maximum size of the images of an attempt on a page. Later images are named by digest."""
 
 
 class ShownTokens(NamedTuple):
@@ -56,6 +63,26 @@ class StillAttempt(NamedTuple):
     files: list[tuple[str, int]]
 
 
+async def read_images(store: Store, trajectory: Trajectory) -> dict[str, str]:
+    """Maps the digest of an image of the attempt to the image as a data URL, for at most
+    IMAGE_BYTES in the order of the messages. An image that the store does not have is left out."""
+    images: dict[str, str] = {}
+    rest = IMAGE_BYTES
+    for digest in images_of_trajectory(trajectory):
+        try:
+            image = await store.image(digest)
+        except UnusableStoreError:
+            continue
+
+        rest -= len(image.data)
+        if rest < 0:
+            break
+        content = base64.b64encode(image.data).decode()
+        images[digest] = f"data:{image.part.media_type};base64,{content}"
+
+    return images
+
+
 def still_attempt(
     trajectory: Trajectory,
     calls: Sequence[StoredCall] = (),
@@ -63,8 +90,10 @@ def still_attempt(
     *,
     caption: str = "",
     anchor: str = "",
+    images: Mapping[str, str] = NO_IMAGES,
 ) -> StillAttempt:
-    """`calls`: the attempt's recorded calls. Without `decode`, tokens are shown as ids."""
+    """`calls`: the attempt's recorded calls. Without `decode`, tokens are shown as ids. `images`:
+    see `read_images`."""
     turn_tokens = tokens_part(
         trajectory,
         None if decode is None else lambda ids: "".join(map(decode, ids)),
@@ -77,10 +106,10 @@ def still_attempt(
         anchor=anchor,
         trajectory=trajectory,
         outcome=outcome(trajectory),
-        part=part_of(trajectory, calls, most=SHOWN_TURNS),
+        part=part_of(trajectory, calls, most=SHOWN_TURNS, images=images),
         tokens=ShownTokens(turn_tokens, trajectory.num_completion_tokens() - shown),
         can_decode=decode is not None,
-        remote=remote_part(trajectory.remote_turns),
+        remote=remote_part(trajectory.remote_turns, images=images),
         verdicts=verdicts(calls),
         timeline=timeline(calls),
         num_calls=len(calls),
