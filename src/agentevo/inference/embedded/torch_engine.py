@@ -66,7 +66,7 @@ from agentevo.models.compute.linear import drop_packed
 from agentevo.models.compute.positions import context_length, length_advice
 from agentevo.models.compute.rows import row_settings
 from agentevo.models.compute.thread_settings import own_torch_state
-from agentevo.models.token_rows import num_token_rows, token_logits
+from agentevo.models.token_rows import banned_tokens, num_token_rows, token_logits
 from agentevo.runtime.devices import empty_cache
 from agentevo.types import Completion, SamplingParams
 from agentevo.types.penalties import PenaltyState
@@ -187,6 +187,12 @@ class TorchEngine(PublishingEngine):
         """See ScoringEngine.score. `version`: see `serving`."""
         check_score(context_ids, ids, temperature, deadline_s)
         check_tokens((*context_ids, *ids), self._vocabulary)
+        if never := sorted(set(ids) & set(banned_tokens(self.model))):
+            raise EngineError(
+                f"score: token {never[0]} stands for an image or a part of one and is never "
+                "sampled, so it has no log-prob: put it into the context"
+            )
+
         began_at = time.monotonic()
         slept_s = self.slept_s
         request = score_request(context_ids, ids, temperature, version)

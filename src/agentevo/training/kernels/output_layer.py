@@ -25,11 +25,11 @@ from transformers import PreTrainedModel
 
 from agentevo.models.compute.linear import FastLinear, PackedWeights
 from agentevo.models.compute.rows import row_settings, run_groups, shares_states
-from agentevo.models.token_rows import causal_model, num_token_rows
+from agentevo.models.token_rows import LOWEST, banned_tokens, causal_model, num_token_rows
 from agentevo.training.kernels.linear_logprobs import linear_logprobs, linear_logprobs_and_squares
 from agentevo.training.kernels.logprobs import selected_logprobs, sum_of_squares
 from agentevo.training.kernels.stages import run_stage, sending_stage
-from agentevo.training.kernels.token_masks import LOWEST, mask_scores
+from agentevo.training.kernels.token_masks import mask_scores
 from agentevo.training.kernels.vocabulary import VocabularyLinear, slice_of
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def token_logprobs(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Te
         penalties=batch.penalties,
         vocabulary_slice=slice_of(output.layer),
         num_tokens=_limit(model),
+        banned=banned_tokens(model),
     )
 
 
@@ -97,6 +98,7 @@ def token_logprobs_and_squares(
         penalties=batch.penalties,
         vocabulary_slice=slice_of(output.layer),
         num_tokens=_limit(model),
+        banned=banned_tokens(model),
     )
 
 
@@ -144,13 +146,16 @@ def _run_passes(model: PreTrainedModel, batch: PackedBatch) -> list[torch.Tensor
 
 def allowed_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     """`all_logits` under the batch's penalties, LOWEST for ids that are no tokens and for tokens
-    that a grammar forbids."""
+    that are banned or that a grammar forbids."""
     logits = all_logits(model, batch)
     if (num_tokens := _limit(model)) is not None:
         unused = torch.arange(logits.shape[-1], device=logits.device) >= num_tokens
         logits = logits.float().masked_fill(unused, LOWEST)
     if batch.penalties is not None:
         logits = batch.penalties.apply(logits.float())
+    if banned := banned_tokens(model):
+        columns = torch.tensor(banned, device=logits.device)
+        logits = logits.float().index_fill(-1, columns, LOWEST)
     return logits if batch.masks is None else mask_scores(logits.float(), batch.masks)
 
 
