@@ -13,7 +13,7 @@ computed in another way: token by token, one sequence after another, or from the
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -117,9 +117,11 @@ def run_states(
     state: Any,
     positions: torch.Tensor,
     mask: torch.Tensor | None = None,
+    images: Mapping[str, Any] | None = None,
 ) -> tuple[torch.Tensor, Any]:
-    """One pass that continues from `state`, which may be changed. `positions` [B, L]. `mask`: of
-    stacked states. Returns the logits [n, V] at the group's places, and the new state."""
+    """One pass that continues from `state`, which may be changed. `positions` [B, L], or [A, B, L]
+    on several axes. `mask`: of stacked states. `images`: the arguments by which the model reads the
+    images of the pass. Returns the logits [n, V] at the group's places, and the new state."""
     accepted = accepted_inputs(model)
     offered: dict[str, Any] = {"position_ids": positions, "attention_mask": mask}
     offered |= dict.fromkeys(CACHE_NAMES, state)
@@ -128,7 +130,7 @@ def run_states(
     }
     is_step = group.input_ids.shape[1] == 1
     with bounded_steps(model) if is_step else nullcontext():
-        outputs = run_rows(model, group, **{"use_cache": True, **inputs})
+        outputs = run_rows(model, group, **{"use_cache": True, **inputs, **(images or {})})
 
     return outputs.logits[0], state_of(outputs, accepted)
 
