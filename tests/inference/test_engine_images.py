@@ -254,14 +254,13 @@ def hostile() -> dict[str, tuple[SeenPrompt, str]]:
     }
 
 
-@pytest.mark.parametrize("kind", sorted(hostile()))
-def test_images_that_do_not_belong_to_the_prompt_are_refused(kind):
-    prompt, words = hostile()[kind]
+def test_images_that_do_not_belong_to_the_prompt_are_refused():
     engine = engine_of("qwen2_vl")
 
     async def play() -> None:
-        with pytest.raises(EngineError, match=words):
-            await ask(engine, prompt)
+        for prompt, words in hostile().values():
+            with pytest.raises(EngineError, match=words):
+                await ask(engine, prompt)
         good = policy_of("qwen2_vl").prompt("see ", RED)
         assert policy_of("qwen2_vl").difference(good, await ask(engine, good)) < EXACT
 

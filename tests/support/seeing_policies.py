@@ -83,8 +83,6 @@ def picture(number: int, width: int = 40, height: int = 24) -> ImageFile:
     return image_file(png(width, height, number), "image/png")
 
 
-
-
 def seeing_policy(name: str, config: PretrainedConfig | None = None) -> SeeingPolicy:
     """`config`: in place of the usual one of this type of model."""
     parts = tiny_vision(name)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,9 +29,7 @@ from agentevo.models.token_rows import causal_model
 from agentevo.models.vision.features import (
     ImageEncoder,
     ImageFeatures,
-    encoder_outputs,
     position_ids,
-    type_ids,
 )
 from agentevo.models.vision.keys import ImageKeys
 from agentevo.models.vision.processor import ProcessedImage, VisionProcessor
@@ -173,25 +171,35 @@ class EngineImages:
         padded = [np.pad(row, ((0, 0), (0, width - row.shape[1]))) for row in of_rows]
         return position_ids(torch.as_tensor(np.stack(padded, axis=1), device=self._device))
 
-    def inputs(
-        self, rows: Sequence[Sequence[Stretch]], model: PreTrainedModel, version: int
-    ) -> dict[str, Any]:
-        """The arguments of the model with which it reads the images of a pass, in the order of the
-        rows. Empty if no row has one. `version`: that of the model's weights."""
-        stretches = [stretch for row in rows for stretch in row]
+    def features(
+        self, stretches: Sequence[Stretch], model: PreTrainedModel, version: int
+    ) -> list[ImageFeatures]:
+        """What the model reads in the feature tokens of a pass, in their order. `version`: that of
+        the model's weights."""
         runs = self._keys.features([key for stretch in stretches for key in stretch.keys])
-        if not runs:
-            return {}
-
         known: dict[str, ProcessedImage] = {}
-        for stretch in stretches:
+        for stretch in stretches if runs else ():
             assert stretch.sequence.request is not None
             known |= stretch.sequence.request.images
 
         digests = dict.fromkeys(run.digest for run in runs)
         encoded = {digest: self._encode(known[digest], model, version) for digest in digests}
-        parts = [encoded[run.digest].rows(run.start, run.stop) for run in runs]
-        return {**encoder_outputs(parts), **self._types(rows, model)}
+        return [encoded[run.digest].rows(run.start, run.stop) for run in runs]
+
+    def types(self, rows: Sequence[Stretch]) -> torch.Tensor | None:
+        """[B, T] int64: 1 for a feature token and 0 for others, for all tokens of each sequence up
+        to the end of its stretch, because transformers looks them up by the place in the sequence.
+        None where they don't decide who sees whom."""
+        if not self.sees_both_ways or not any(
+            key >= self._first_key for s in rows for key in s.keys
+        ):
+            return None
+
+        ends = [stretch.first + stretch.count for stretch in rows]
+        types = np.zeros((len(rows), max(ends)), dtype=np.int64)
+        for row, stretch, end in zip(types, rows, ends, strict=True):
+            row[:end] = np.asarray(stretch.sequence.ids[:end]) >= self._first_key
+        return torch.as_tensor(types, device=self._device)
 
     def weights_changed(self) -> None:
         """Call this after weights were changed in place."""
@@ -271,21 +279,6 @@ class EngineImages:
             self._features.put(key, features, size)
             self.encoded += 1
         return features
-
-    def _types(
-        self, rows: Sequence[Sequence[Stretch]], model: PreTrainedModel
-    ) -> dict[str, torch.Tensor]:
-        """The types of all tokens of each sequence from its first one, for models in which they
-        decide who sees whom: transformers looks them up by the place in the sequence. Such a
-        model computes rows of one stretch."""
-        if not self.sees_both_ways:
-            return {}
-
-        ends = [row[0].first + row[0].count for row in rows]
-        types = np.zeros((len(rows), max(ends)), dtype=np.int64)
-        for number, ((stretch,), end) in enumerate(zip(rows, ends, strict=True)):
-            types[number, :end] = np.asarray(stretch.sequence.ids[:end]) >= self._first_key
-        return type_ids(model, torch.as_tensor(types, device=self._device))
 
     def _positions_of(self, stretch: Stretch) -> np.ndarray:
         """[A, count] int64"""

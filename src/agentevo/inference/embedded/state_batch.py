@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
@@ -22,6 +22,7 @@ from agentevo.inference.embedded.states import (
     select_rows,
 )
 from agentevo.models.compute.rows import RowGroup, padded_group, row_settings, run_rows
+from agentevo.models.vision.features import ImageFeatures
 
 Work = tuple[StateSequence, int]
 """A sequence, and the number of its tokens that a step computes."""
@@ -137,7 +138,7 @@ class _Pass:
         mask = mask_of(lengths, stack.width) if self.support.bytes_per_token else None
         positions = self._positions(stretches, lengths)
         logits, stack.state = run_states(
-            self.model, group, stack.state, positions, mask, self._inputs(stretches)
+            self.model, group, stack.state, positions, mask, self._features(stretches)
         )
         stack.width += 1
         return {id(members[row]): logits[n : n + 1] for n, (row, _) in enumerate(places)}
@@ -153,7 +154,7 @@ class _Pass:
         positions = self._positions(stretches, counted.expand(len(works), -1))
         assert not first or works[0][0].state is not None, "its state was left in a stack"
         logits, state = run_states(
-            self.model, group, works[0][0].state, positions, images=self._inputs(stretches)
+            self.model, group, works[0][0].state, positions, features=self._features(stretches)
         )
         for row, (sequence, _) in enumerate(works):
             alone = len(works) == 1
@@ -173,19 +174,24 @@ class _Pass:
                 for row, (s, count) in enumerate(members)
                 for column in _columns(s, count)
             ]
-            inputs = self._inputs(stretches)
+            inputs = {}
             if self.images is not None:
                 inputs["position_ids"] = self.images.position_ids([[one] for one in stretches])
-            logits = run_rows(self.model, self._group(stretches, places), **inputs).logits[0]
-            outputs |= _split(logits, members, [len(_columns(s, count)) for s, count in members])
+            group = self._group(stretches, places)
+            out = run_rows(self.model, group, self._features(stretches), **inputs)
+            outputs |= _split(
+                out.logits[0], members, [len(_columns(s, count)) for s, count in members]
+            )
 
         return outputs
 
     def _group(self, stretches: Sequence[Stretch], places: list[tuple[int, int]]) -> RowGroup:
         texts = [stretch.keys for stretch in stretches]
-        if self.images is not None:
-            texts = [self.images.ids(keys) for keys in texts]
-        return padded_group(texts, places, self.model)
+        if self.images is None:
+            return padded_group(texts, places, self.model)
+
+        group = padded_group([self.images.ids(keys) for keys in texts], places, self.model)
+        return group._replace(types=self.images.types(stretches))
 
     def _positions(self, stretches: Sequence[Stretch], counted: torch.Tensor) -> torch.Tensor:
         """`counted` [B, L] unless images have positions of their own."""
@@ -193,10 +199,10 @@ class _Pass:
             return counted
         return self.images.position_ids([[stretch] for stretch in stretches])
 
-    def _inputs(self, stretches: Sequence[Stretch]) -> dict[str, Any]:
+    def _features(self, stretches: Sequence[Stretch]) -> list[ImageFeatures]:
         if self.images is None:
-            return {}
-        return self.images.inputs([[one] for one in stretches], self.model, self.version)
+            return []
+        return self.images.features(stretches, self.model, self.version)
 
 
 def _split(

@@ -71,6 +71,7 @@ from agentevo.models.compute.positions import context_length, length_advice
 from agentevo.models.compute.rows import row_settings
 from agentevo.models.compute.thread_settings import own_torch_state
 from agentevo.models.token_rows import banned_tokens, num_token_rows, token_logits
+from agentevo.models.vision.features import image_arguments
 from agentevo.models.vision.parts import processor_of
 from agentevo.models.vision.processor import ProcessedImage
 from agentevo.runtime.devices import empty_cache
@@ -548,7 +549,8 @@ class TorchEngine(PublishingEngine):
             keys = [key for stretch in row for key in stretch.keys]
             batch.input_ids = torch.tensor([self._images.ids(keys)], device=device)
             batch.position_ids = self._images.position_ids([row])
-            images = self._images.inputs([row], model, version)
+            features = self._images.features(row, model, version)
+            images = image_arguments(model, batch.input_ids, features)
 
         batch.plan.routing = recording = recording_of(batch, self._routers)
         outputs: Any = model(
