@@ -10,7 +10,8 @@ import msgspec
 import pytest
 import torch
 from seeing_policies import SeeingPolicy, SeenPrompt, picture, seeing_policy
-from tiny_vision import tiny_vision
+from slow import slow
+from tiny_vision import FAMILIES, VARIANTS
 
 from agentevo.config import EngineSection
 from agentevo.errors import DeadlineExceededError, EngineError
@@ -23,33 +24,16 @@ from agentevo.types.images import PromptImage
 
 EXACT = 1e-4
 QUICK = ("qwen2_vl", "idefics3")
-SLOW = (
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_5",
-    "qwen3_5 linear",
-    "smolvlm",
-    "internvl",
-    "llava",
-    "gemma3",
-    "gemma4",
-    "gemma4 two-way",
-)
-ROWS = ("qwen3_5 linear", "gemma3", "gemma4 two-way")
-EVERY = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+SLOW = tuple(name for name in (*FAMILIES, *VARIANTS) if name not in QUICK)
+ROWS = ("qwen3_5", "qwen3_5_linear", "gemma3", "gemma4_vision")
+EVERY = [*QUICK, *slow(*SLOW)]
 RED, BLUE, TALL = picture(1), picture(2), picture(3, 24, 48)
 PATIENCE_S = 300.0
 
 
 @cache
 def policy_of(name: str) -> SeeingPolicy:
-    kind, _, variant = name.partition(" ")
-    config = tiny_vision(kind).config
-    if variant == "linear":
-        config.text_config.layer_types = ["linear_attention", "full_attention"]
-    if variant == "two-way":
-        config.text_config.use_bidirectional_attention = "vision"
-    return seeing_policy(kind, config)
+    return seeing_policy(name)
 
 
 def engine_of(name: str, **settings) -> TorchEngine:

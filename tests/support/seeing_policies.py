@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from tiny_vision import png, tiny_vision
-from transformers import AutoModelForImageTextToText, PretrainedConfig
+from seeing import load_seeing, processor_in
+from tiny_vision import png, write_tiny_vision
 
 from agentevo.models.compute.attention import prepare
-from agentevo.models.token_rows import ban_tokens, limit_to_tokens, token_logits
-from agentevo.models.vision.parts import set_processor
+from agentevo.models.token_rows import token_logits
 from agentevo.models.vision.processor import ProcessedImage, VisionProcessor
 from agentevo.types import Completion, Message, TextPart
 from agentevo.types.images import ImageFile, PromptImage, image_file
@@ -83,26 +84,12 @@ def picture(number: int, width: int = 40, height: int = 24) -> ImageFile:
     return image_file(png(width, height, number), "image/png")
 
 
-def seeing_policy(name: str, config: PretrainedConfig | None = None) -> SeeingPolicy:
-    """`config`: in place of the usual one of this type of model."""
-    parts = tiny_vision(name)
-    config = config or parts.config
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    model.set_attn_implementation("eager")
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():  # transformers' own weights leave logits nearly flat
-        if parameter.dim() > 1:
-            scale = parameter[0].numel() ** -0.5
-            parameter.data = torch.randn(parameter.shape, generator=generator) * scale
-    embeddings = model.get_input_embeddings().weight
-    scale = 0.1 if name.startswith("gemma") else 0.5
-    embeddings.data = torch.randn(embeddings.shape, generator=generator) * scale
+def seeing_policy(name: str) -> SeeingPolicy:
+    """`name`: of tiny_vision.FAMILIES or VARIANTS."""
+    with TemporaryDirectory() as folder:
+        loaded = load_seeing(write_tiny_vision(name, Path(folder)))
 
-    processor = VisionProcessor(parts.tokenizer, parts.image_processor, config)
-    limit_to_tokens(model, parts.tokenizer)
-    set_processor(model, processor)
-    ban_tokens(model, processor.vision_ids)
-    alone = copy.deepcopy(model).eval()
-    return SeeingPolicy(prepare(model.eval()), alone, processor)
+    model: Any = loaded.model
+    alone: Any = copy.deepcopy(model)
+    alone.set_attn_implementation("eager")
+    return SeeingPolicy(prepare(model), alone, processor_in(loaded))

@@ -42,7 +42,7 @@ from agentevo.models.files.save import no_progress_bars
 from agentevo.models.files.unused_tensors import remember_unused
 from agentevo.models.files.weight_files import check_weight_files
 from agentevo.models.tiny import make_tiny
-from agentevo.models.token_rows import causal_model, limit_to_tokens
+from agentevo.models.token_rows import ban_tokens, causal_model, limit_to_tokens
 from agentevo.models.vision.features import ARGUMENT
 from agentevo.models.vision.parts import (
     SEEING_TYPES,
@@ -170,6 +170,7 @@ def _with_processor(
         max_pixels=section.vision.max_pixels,
     )
     set_processor(loaded.model, processor)
+    ban_tokens(loaded.model, processor.vision_ids)
     forget_positions(loaded.model)
     freeze_parts(loaded.model, section.vision.freeze)
     return replace(loaded, processor=processor)
