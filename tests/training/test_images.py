@@ -20,6 +20,7 @@ from agentevo.models.compute.attention import Compute
 from agentevo.models.compute.rows import row_settings
 from agentevo.models.token_rows import token_logits
 from agentevo.models.vision.processor import VisionPrompt
+from agentevo.runs.audit.resampling import resample
 from agentevo.training.batching import row_groups
 from agentevo.training.batching.images import LEFT_OUT, ImageProvider, token_sizes
 from agentevo.training.batching.packing import PackedBatch, pack
@@ -31,7 +32,7 @@ from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.pairs import CandidateAnswer
 from agentevo.training.preference import mismatch_answers
 from agentevo.training.trainer import Trainer
-from agentevo.types import Sample, Trajectory, Turn
+from agentevo.types import Sample, SamplingParams, Trajectory, Turn
 from agentevo.types.image_span import ImageSpan
 from agentevo.types.images import ImageFile, image_file
 
@@ -334,6 +335,31 @@ def test_a_mismatched_answer_keeps_its_images_whole(read: Read) -> None:
     (row,), _ = mismatch_answers(answers, size - 1)
     assert len(row.images) == 1 and len(row.ids) == size - later.images[0].length
     provider_of(seeing).check([row])
+
+
+def test_tokens_after_images_are_sampled_again(read: Read) -> None:
+    """At temperature 0, the likeliest tokens by transformers."""
+    seeing = read("qwen2_vl", "tree")
+    prompt = seeing.prompt("look ", FILES[0], " closely")
+    said: list[int] = []
+    for _ in range(2):
+        longer = VisionPrompt([*prompt.ids, *said], prompt.spans, prompt.images)
+        logits = token_logits(seeing.loaded.model, seeing.plain_logits(longer))
+        said.append(int(logits[-1].argmax()))
+
+    turn = msgspec.structs.replace(
+        attempt(seeing).turns[0],
+        prompt_ids=prompt.ids,
+        completion_ids=said,
+        logprobs=[0.0, 0.0],
+        temperature=0.0,
+        images=prompt.spans,
+    )
+    trajectory = Trajectory(id="a", task_id="t", group_id="g", turns=[turn])
+    resampled = resample(trajectory, 0, seeing.loaded, SamplingParams(), BY_DIGEST)
+    assert (resampled.num_tokens, resampled.differences) == (2, [])
+    (difference,) = resample(trajectory, 0, seeing.loaded, SamplingParams()).differences
+    assert difference.kind == "record" and "is missing" in difference.what
 
 
 def test_models_that_see_are_not_divided(read: Read) -> None:
