@@ -13,8 +13,10 @@ from transformers import AutoModelForImageTextToText
 
 from agentevo.config import ModelSection
 from agentevo.models.compute.attention import Compute, prepare
+from agentevo.models.compute.rows import RowGroup, padded_group
 from agentevo.models.files.load import LoadedModel, load_model
 from agentevo.models.vision.features import ImageEncoder, ImageFeatures
+from agentevo.models.vision.parts import part_of
 from agentevo.models.vision.processor import VisionProcessor, VisionPrompt
 from agentevo.types.images import ImageFile, image_file
 
@@ -23,6 +25,9 @@ FILES = [
     for seed, (width, height) in enumerate(((16, 16), (24, 16), (16, 32)))
 ]
 """Images of different shapes."""
+TOLERANCE = 1e-4
+"""The largest allowed difference of a log-prob, in nats, and of a gradient, relative to its
+norm."""
 
 
 def load_seeing(folder: Path, **options: Any) -> LoadedModel:
@@ -86,15 +91,11 @@ class Seeing:
         """The embeddings, a matrix of the tower and one of the projector."""
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         named = dict(inner.named_parameters())
-        ends = (".merger.mlp.0.weight", ".merger.linear_fc1.weight", ".proj.weight")
-        ends += (".linear_1.weight", "input_projection_weight", "embedding_projection.weight")
-        tower = next(p for n, p in named.items() if ("vis" in n) and p.dim() == 2 and "pos" not in n)
-        projector = next(
-            p
-            for n, p in named.items()
-            if n.endswith(ends) and ("merger" in n or "project" in n or "connector" in n or "embed_vision" in n)
-        )
-        return [inner.get_input_embeddings().weight, tower, projector]
+        matrices = [
+            next(p for n, p in named.items() if part_of(inner, n) == part and p.dim() == 2)
+            for part in ("tower", "projector")
+        ]
+        return [inner.get_input_embeddings().weight, *matrices]
 
 
 def log_prob_difference(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -107,10 +108,23 @@ def measure(logits: torch.Tensor) -> torch.Tensor:
     return logits.log_softmax(-1).square().mean(-1).sum()
 
 
-def gradient_difference(
-    found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
-) -> float:
+def gradient_difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     """The largest |g - e| / |e|."""
-    return max(
-        float((g - e).norm() / e.norm()) for g, e in zip(found, expected, strict=True)
-    )
+    return max(float((g - e).norm() / e.norm()) for g, e in zip(found, expected, strict=True))
+
+
+def group_of(
+    model: Seeing, prompts: list[VisionPrompt], start: int = 0, stop: int | None = None
+) -> RowGroup:
+    """The prompts from `start` to before `stop`, with the output at every place."""
+    rows = [prompt.ids[start:stop] for prompt in prompts]
+    places = [(row, column) for row, ids in enumerate(rows) for column in range(len(ids))]
+    group = padded_group(rows, places, model.loaded.model)
+    count, width = group.input_ids.shape
+    axes = len(model.positions(prompts[0]))
+    positions = torch.zeros(axes, count, width, dtype=torch.int64)
+    types = torch.zeros(count, start + width, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        positions[:, row, : len(rows[row])] = model.positions(prompt)[:, start:stop]
+        types[row, : len(prompt.ids[:stop])] = model.types(prompt.ids[:stop])
+    return group._replace(positions=positions, types=types)

@@ -11,8 +11,10 @@ import pytest
 import torch
 from seeing import (
     FILES,
+    TOLERANCE,
     Seeing,
     gradient_difference,
+    group_of,
     log_prob_difference,
     measure,
 )
@@ -23,16 +25,13 @@ from agentevo.errors import ModelError
 from agentevo.models.compute.attention import Compute, prepare
 from agentevo.models.compute.row_states import state_of
 from agentevo.models.compute.rows import (
-    RowGroup,
     accepted_inputs,
     describe_rows,
-    padded_group,
     row_settings,
     run_groups,
     run_rows,
 )
 from agentevo.models.vision.features import encoder_outputs, image_arguments, position_ids
-from agentevo.models.vision.processor import VisionPrompt
 from agentevo.training.kernels.tree_attention import TreeAttention
 from agentevo.training.tree import build_tree
 
@@ -41,7 +40,6 @@ ROWS = ("qwen3_5", "qwen3_5_linear", "gemma3", "gemma4_vision")
 TREES = tuple(name for name in NAMES if name not in ROWS)
 CAUSAL = tuple(name for name in NAMES if name not in ("gemma3", "gemma4_vision"))
 """Those in which no token of an image sees a later one."""
-TOLERANCE = 1e-4
 
 
 def names(known: tuple[str, ...], *quick: str) -> list:
@@ -62,23 +60,6 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Compute],
         return read[name, compute]
 
     return get
-
-
-def group_of(
-    model: Seeing, prompts: list[VisionPrompt], start: int = 0, stop: int | None = None
-) -> RowGroup:
-    """The prompts from `start` to before `stop`, with the output at every place."""
-    rows = [prompt.ids[start:stop] for prompt in prompts]
-    places = [(row, column) for row, ids in enumerate(rows) for column in range(len(ids))]
-    group = padded_group(rows, places, model.loaded.model)
-    count, width = group.input_ids.shape
-    axes = len(model.positions(prompts[0]))
-    positions = torch.zeros(axes, count, width, dtype=torch.int64)
-    types = torch.zeros(count, start + width, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        positions[:, row, : len(rows[row])] = model.positions(prompt)[:, start:stop]
-        types[row, : len(prompt.ids[:stop])] = model.types(prompt.ids[:stop])
-    return group._replace(positions=positions, types=types)
 
 
 @pytest.mark.parametrize("name", names(NAMES, "qwen3_vl", "gemma3"))

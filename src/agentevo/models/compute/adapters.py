@@ -28,6 +28,7 @@ from agentevo.errors import ModelError
 from agentevo.models.checkpoint_manifest import verify_model
 from agentevo.models.compute.linear import FastLinear, drop_packed, use_fast_linear
 from agentevo.models.config_overrides import check_same, keep_overrides
+from agentevo.models.token_rows import causal_model
 from agentevo.models.vision.parts import has_tower, part_of
 from agentevo.runtime.devices import seeded_by
 from agentevo.runtime.extras import load_extra
@@ -294,13 +295,11 @@ def _special_linears(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def _vision_targets(
-    model: PreTrainedModel, section: LoraSection
-) -> tuple[list[str], list[str]]:
+def _vision_targets(model: PreTrainedModel, section: LoraSection) -> tuple[list[str], list[str]]:
     """For a model that sees, the targets with the names of layers in place of `tower` and
     `projector`, and the names of the layers there that get no adapter. A name reaches tower and
     projector only if the language model has no module of that name. Other models keep their
-    targets. Raises ModelError for a part without linear layers."""
+    targets. Raises ModelError for a part without linear layers and for an unknown name."""
     if not has_tower(model):
         return list(section.targets), []
 
@@ -320,6 +319,8 @@ def _vision_targets(
             reached |= layers
         elif target != ALL_LINEAR:
             named = {name for name in modules if _ends_with(name, target)}
+            if not named:
+                raise _no_module(model, [target])
             reached |= named if all(parts[name] for name in named) else set()
 
     left_out = [
@@ -369,17 +370,21 @@ def _check_names(model: Any, section: LoraSection) -> None:
         if not any(part == name or part.endswith(f".{name}") for part in parts)
     ]
     if unknown:
-        raise ModelError(
-            f"model.lora: the model has no module {', '.join(unknown)}: its linear layers are "
-            f"{', '.join(_linear_names(model))}"
-        )
+        raise _no_module(model, unknown)
+
+
+def _no_module(model: Any, names: list[str]) -> ModelError:
+    return ModelError(
+        f"model.lora: the model has no module {', '.join(names)}: its linear layers are "
+        f"{', '.join(_linear_names(model))}"
+    )
 
 
 def _linear_names(model: Any) -> list[str]:
     """The last components of the names of linear layers."""
     names = (
         name.split(".")
-        for name, module in model.get_base_model().named_modules()
+        for name, module in causal_model(model).named_modules()
         if isinstance(module, torch.nn.Linear)
     )
     return sorted(

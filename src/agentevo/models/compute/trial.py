@@ -218,7 +218,9 @@ def _cause(
     tolerance = trial_tolerance(model)
     set_attention(model, implementation)
     repeated = [TrialToken(number, 0, text[3]) for number in range(OTHER_TOKENS)]
-    around = [TrialToken(OTHER_TOKENS + number, 0, id) for number, id in enumerate(text[:OTHER_TOKENS])]
+    around = [
+        TrialToken(OTHER_TOKENS + number, 0, id) for number, id in enumerate(text[:OTHER_TOKENS])
+    ]
     mixed = [token for pair in zip(repeated, around, strict=True) for token in pair]
     copies = pass_logits(model, mixed, _SelfOnlyPlan(), list(range(0, len(mixed), 2)))
     if not logprob_difference(copies, copies[:1].expand_as(copies)) <= tolerance:
@@ -347,8 +349,8 @@ def run_pass(model: PreTrainedModel, what: str, **inputs: Any) -> torch.Tensor:
             return run(**inputs).logits.detach()[0].float()
     except PlanMissingError as error:
         raise ModelError(
-            f"{model_name(model)} does not pass its arguments on to its attention, so AgentEvo can't "
-            f"set which token may see which: {REMEDY}"
+            f"{model_name(model)} does not pass its arguments on to its attention, so AgentEvo "
+            f"can't set which token may see which: {REMEDY}"
         ) from error
     except ModelError as error:
         raise ModelError(f"{model_name(model)}: {error}") from error

@@ -140,9 +140,7 @@ def _load(
     return loaded, folder
 
 
-def _with_processor(
-    loaded: LoadedModel, section: ModelSection, folder: Path | None
-) -> LoadedModel:
+def _with_processor(loaded: LoadedModel, section: ModelSection, folder: Path | None) -> LoadedModel:
     """The model with its processor, and with the frozen parts of `model.vision`. Raises ModelError
     for such keys and a model without tower or image processor, and for a version of transformers
     whose models take no features."""
