@@ -19,8 +19,11 @@ from agentevo.inference.embedded import images as module
 from agentevo.inference.embedded.images import ByteCache
 from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.models.compute.rows import row_settings
-from agentevo.types import SamplingParams
-from agentevo.types.images import PromptImage
+from agentevo.training.batching.images import ImageProvider
+from agentevo.training.batching.packing import pack
+from agentevo.training.kernels.output_layer import token_logprobs
+from agentevo.types import Completion, Sample, SamplingParams
+from agentevo.types.images import PromptImage, image_file
 
 EXACT = 1e-4
 QUICK = ("qwen2_vl", "idefics3")
@@ -190,6 +193,39 @@ def test_tokens_of_images_are_never_sampled(name):
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("name", ["qwen2_vl", *slow("idefics3", "qwen3_5_linear", "gemma3")])
+def test_the_trainer_computes_the_log_probs_of_the_engine(name):
+    policy = policy_of(name)
+    engine = engine_of(name)
+
+    async def play() -> tuple[SeenPrompt, list[Completion]]:
+        prompt = policy.prompt("look: ", RED, " and ", TALL)
+        return prompt, [await ask(engine, prompt, seed=seed, temperature=0.8) for seed in (1, 2)]
+
+    prompt, answers = asyncio.run(play())
+    samples = [
+        msgspec.structs.replace(
+            Sample.given(
+                f"t{number}",
+                "g",
+                [*prompt.ids, *answer.ids],
+                [False] * len(prompt.ids) + [True] * len(answer.ids),
+                0.8,
+            ),
+            images=tuple(image.span for image in prompt.images),
+            processor=policy.processor.fingerprint,
+        )
+        for number, answer in enumerate(answers)
+    ]
+    provider = ImageProvider.of(policy.model)
+    assert provider is not None
+    provider.hold({image.span.digest: image.file for image in prompt.images})
+    batch = pack(samples, torch.device("cpu"), images=provider)
+    trained, _ = token_logprobs(policy.model, batch)
+    drawn = [logprob for answer in answers for logprob in answer.logprobs]
+    assert sorted(trained.tolist()) == pytest.approx(sorted(drawn), abs=EXACT)
+
+
 def hostile() -> dict[str, tuple[SeenPrompt, str]]:
     """Requests that must be refused, and what the error says."""
     policy = policy_of("qwen2_vl")
@@ -256,8 +292,6 @@ def test_a_damaged_image_and_a_late_one_end_their_request_alone(monkeypatch):
     engine = engine_of("idefics3")
     good = policy.prompt(RED)
     broken = good.images[0].file.data[:-40]
-    from agentevo.types.images import image_file
-
     file = image_file(broken, "image/png")
     span = msgspec.structs.replace(good.images[0].span, digest=file.part.sha256)
 
