@@ -55,11 +55,11 @@ class Stretch(NamedTuple):
 
     sequence: EngineSequence
     first: int
-    count: int
+    length: int
 
     @property
     def keys(self) -> list[int]:
-        return self.sequence.ids[self.first : self.first + self.count]
+        return self.sequence.ids[self.first : self.first + self.length]
 
 
 class ByteCache(Generic[K, V]):
@@ -195,7 +195,7 @@ class EngineImages:
         ):
             return None
 
-        ends = [stretch.first + stretch.count for stretch in rows]
+        ends = [stretch.first + stretch.length for stretch in rows]
         types = np.zeros((len(rows), max(ends)), dtype=np.int64)
         for row, stretch, end in zip(types, rows, ends, strict=True):
             row[:end] = np.asarray(stretch.sequence.ids[:end]) >= self._first_key
@@ -289,7 +289,7 @@ class EngineImages:
 
         known = request.positions
         size = known.shape[1] - 1
-        end = stretch.first + stretch.count
+        end = stretch.first + stretch.length
         later = np.arange(max(stretch.first, size), max(end, size)) - size
         return np.concatenate([known[:, stretch.first : min(end, size)], known[:, -1:] + later], 1)
 
