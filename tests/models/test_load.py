@@ -228,17 +228,20 @@ def test_cuda_without_a_gpu_is_refused(
     assert auto.model.device.type == "cpu"
 
 
-def test_a_model_that_looks_at_pictures_is_refused_as_what_it_is(
-    tiny: LoadedModel, tmp_path: Path
+@pytest.mark.parametrize(
+    ("kind", "part", "message"),
+    [
+        ("paligemma", "vision_config", "shows no images to models of type paligemma: choose"),
+        ("mistral3", "vision_config", "or one of the types gemma3, .*smolvlm"),
+        ("qwen2_audio", "audio_config", "models of type qwen2_audio read audio"),
+        ("qwen2_5_omni", "thinker_config", "models of type qwen2_5_omni read audio"),
+    ],
+)
+def test_a_model_that_sees_or_hears_in_another_way_is_refused_as_what_it_is(
+    kind: str, part: str, message: str, tiny: LoadedModel, tmp_path: Path
 ) -> None:
     folder = save_model(tiny.model, tiny.tokenizer, tmp_path / "model")
-    for part in ({"vision_config": {"depth": 2}}, {"audio_config": {"layers": 2}}):
-        (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_vl", **part}))
-        with pytest.raises(
-            ModelError, match="AgentEvo supports text models only: name a text model"
-        ):
-            reload(folder)
-
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_vl"}))
-    with pytest.raises(ModelError, match="save or fetch it again"):
+    settings = {"model_type": kind, part: {"audio_config": {"d_model": 8}}}
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=message):
         reload(folder)

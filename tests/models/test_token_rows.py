@@ -1,4 +1,5 @@
-"""Ids of a model that are no tokens are never drawn, and have no probability in training."""
+"""Ids of a model that are no tokens, and tokens that are banned, are never drawn, and have no
+probability in training."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.models.compute.attention import prepare
 from agentevo.models.files.load import LoadedModel, load_model
 from agentevo.models.files.save import save_model
-from agentevo.models.token_rows import num_token_rows, token_logits
+from agentevo.models.token_rows import ban_tokens, num_token_rows, token_logits
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import allowed_logits, token_logprobs
 from agentevo.types import Sample
@@ -85,3 +86,38 @@ def test_a_prompt_with_an_id_that_is_no_token_is_refused(padded):
     tokens = len(padded.tokenizer)
     with pytest.raises(EngineError, match=f"knows 0 to {tokens - 1}"):
         complete(engine, [([*PROMPT, tokens], params(""))])
+
+
+def test_banned_tokens_are_never_drawn_and_the_trainer_computes_the_same_distribution(padded):
+    model = copy.deepcopy(padded.model)
+    favourites = [70, 71, 100, len(padded.tokenizer) - 1]
+    with torch.no_grad():
+        model.get_output_embeddings().weight[favourites] *= 40
+    engine = TorchEngine(model, padded.tokenizer)
+    ask = [(PROMPT, params("", 3, temperature=2.0, max_new_tokens=32))]
+    assert set(complete(engine, ask)[0].ids) & set(favourites)
+
+    ban_tokens(model, favourites[:3])
+    ban_tokens(model, favourites[3:])
+    for temperature in (0.0, 0.01, 2.0):
+        ask = [(PROMPT, params("", 3, temperature=temperature, max_new_tokens=32))]
+        answer = complete(engine, ask)[0]
+        assert not set(answer.ids) & set(favourites)
+
+    mask = [False] * len(PROMPT) + [True] * len(answer.ids)
+    batch = pack([Sample.given("t", "g", [*PROMPT, *answer.ids], mask, 2.0)], torch.device("cpu"))
+    trained, entropy = token_logprobs(model, batch)
+    torch.testing.assert_close(trained, torch.tensor(answer.logprobs), rtol=1e-5, atol=1e-5)
+    whole = torch.log_softmax(allowed_logits(model, batch) / 2.0, -1)
+    expected = whole[batch.rows, batch.targets]
+    torch.testing.assert_close(trained, expected, rtol=1e-5, atol=1e-5)
+    entropies = -(whole.exp() * whole).sum(-1)
+    torch.testing.assert_close(entropy, entropies, rtol=1e-4, atol=1e-4)
+
+    weight = model.get_output_embeddings().weight
+    of_layer = torch.autograd.grad(trained.sum() + entropy.sum(), weight)[0]
+    by_logits = torch.autograd.grad(expected.sum() + entropies.sum(), weight)[0]
+    torch.testing.assert_close(of_layer, by_logits, rtol=1e-3, atol=1e-4)
+
+    with pytest.raises(EngineError, match="never sampled"):
+        asyncio.run(engine.score(PROMPT, [41, 71], deadline_s=300.0))

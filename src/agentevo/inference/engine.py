@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from agentevo.config import EngineSection
 from agentevo.errors import EngineError, GrammarError
@@ -28,6 +29,8 @@ from agentevo.types import (
     Completion,
     SamplingParams,
 )
+from agentevo.types.image_span import why_misplaced
+from agentevo.types.images import PromptImage
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +47,10 @@ each. The engine calls it on its event loop, between steps, so it must return qu
 CANT_SCORE = (
     "this engine can't compute log-probs of given tokens, which rewards by the policy's "
     "probability need: use engine.type=torch, or an engine with `score` (docs/engines.md)"
+)
+CANT_SEE = (
+    "this engine's model can't be shown images: choose a vision-language model (model.name, "
+    "docs/engines.md), or remove the images"
 )
 NO_VERSION = -1
 """The version of an engine that has not received weights of the run yet. Also the version if there
@@ -140,6 +147,41 @@ def check_score(
         raise EngineError(f"the deadline of a request must be in seconds, not {deadline_s!r}")
 
 
+def check_images(prompt_ids: Sequence[int], images: Sequence[PromptImage]) -> None:
+    """Raises EngineError for images that are out of order, overlap or leave the prompt, and for
+    files that are not those of their spans. Whether the bytes have the digest is not checked."""
+    problem = why_misplaced([image.span for image in images], len(prompt_ids))
+    if problem:
+        raise EngineError(f"the request's images: {problem}")
+
+    for image in images:
+        if image.span.digest != image.file.part.sha256:
+            raise EngineError(
+                f"the request's images: the span of the image {image.span.digest[:12]}... comes "
+                f"with the file {image.file.part.sha256[:12]}...: send the file of each span"
+            )
+
+
+def refuse_images(images: Sequence[PromptImage], why: str) -> None:
+    """Raises EngineError with this reason if there are images."""
+    if images:
+        raise EngineError(why)
+
+
+def images_option(engine: Engine, images: Sequence[PromptImage]) -> dict[str, Any]:
+    """The argument `images` for `engine.generate`, left out if there are none. Raises EngineError
+    for an engine that does not have it."""
+    if not images:
+        return {}
+
+    parameters = signature(engine.generate).parameters
+    if "images" not in parameters and not any(
+        parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()
+    ):
+        raise EngineError(CANT_SEE)
+    return {"images": images}
+
+
 class TokenScores(NamedTuple):
     """The log-probs of given tokens under a policy."""
 
@@ -177,6 +219,7 @@ class Engine(Protocol):
         session: str | None = None,
         deadline_s: float,
         listen: TokenListener | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         """Completes `prompt_ids`, the whole context.
 
@@ -189,6 +232,12 @@ class Engine(Protocol):
         `listen` gets each token of the completion once, in order, before the next step begins. The
         tokens that `listen` got are always a prefix of the completion. An engine without streaming
         may leave `listen` out. A listener that raises ends this request alone, with ListenerError.
+
+        `images`: all images of the prompt, in its order. `prompt_ids` have the feature tokens of
+        each one, as VisionProcessor makes them, and the spans count in them. Tokens that stand for
+        images are never sampled (models/token_rows.py). Raises EngineError for images that don't
+        belong to the prompt or the model. A caller passes it only if there are images, so an engine
+        that can't be shown any may leave it out; one that has it refuses them (`refuse_images`).
         """
         ...
 
@@ -297,9 +346,11 @@ class ScoringEngine(Protocol):
         *,
         temperature: float = 1.0,
         deadline_s: float,
+        images: Sequence[PromptImage] = (),
     ) -> TokenScores:
         """The log-prob of each of `ids`, given `context_ids` and the preceding `ids`, under the
-        newest weights at this temperature, without filters. Raises EngineError for tokens that
+        newest weights at this temperature, without filters. `images`: those of the context, as in
+        Engine.generate. Raises EngineError for tokens that
         can't be scored, RequestTooLongError for tokens that can never fit, DeadlineExceededError
         after `deadline_s` seconds. Cancelling the call frees all resources of the request."""
         ...

@@ -3,15 +3,23 @@
 Many models have more rows than their tokenizer has tokens (Qwen2.5: 151,936 of 151,665), so that
 matrices have round sizes. The additional ids have no text, and no prompt may have them. They are
 never sampled: engine and trainer compute the softmax only over the tokens.
+
+Some tokens are never sampled either (`ban_tokens`): those that stand for images, which would claim
+an image that does not exist. Prompts may have them. Engine and trainer give them no probability.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+LOWEST = -1e30
+"""The score of tokens that have no probability, and the start of a running maximum. It is finite,
+so that zero times its distance is zero."""
 
 
 def limit_to_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -32,9 +40,30 @@ def num_token_rows(model: PreTrainedModel) -> int:
     return int(getattr(causal_model(model), "num_token_rows", rows))
 
 
+def ban_tokens(model: PreTrainedModel, ids: Iterable[int]) -> None:
+    """Bans these ids from sampling, in addition to those that are banned already."""
+    causal_model(model).banned_tokens = tuple(sorted({*banned_tokens(model), *ids}))
+
+
+def banned_tokens(model: PreTrainedModel) -> tuple[int, ...]:
+    """The ids below `num_token_rows` that are never sampled, in ascending order."""
+    banned: tuple[int, ...] = getattr(causal_model(model), "banned_tokens", ())
+    return tuple(id for id in banned if id < num_token_rows(model))
+
+
 def token_logits(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
-    """A view of the logits [..., V] of the ids that can be sampled."""
-    return logits[..., : num_token_rows(model)]
+    """The logits [..., V] of the ids up to the last one that can be sampled, LOWEST for banned
+    tokens. A view if none is banned, otherwise float32 or wider."""
+    logits = logits[..., : num_token_rows(model)]
+    banned = banned_tokens(model)
+    if not banned or not logits.numel():
+        return logits
+
+    import torch
+
+    columns = torch.tensor(banned, device=logits.device)
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return exact.index_fill(-1, columns, LOWEST)
 
 
 def causal_model(model: PreTrainedModel) -> Any:

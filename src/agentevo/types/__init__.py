@@ -288,6 +288,21 @@ def context_of(turns: Sequence[Turn], index: int) -> list[int]:
     return ids.tolist()
 
 
+def images_of_context(turns: Sequence[Turn], index: int) -> list[ImageSpan]:
+    """The images of `context_of`, in order; their offsets count from the first id of the
+    conversation."""
+    path = [turns[index]]
+    while (parent := path[-1].parent) is not None:
+        path.append(turns[parent])
+
+    spans: list[ImageSpan] = []
+    length = 0
+    for turn in reversed(path):
+        spans += [span.shifted(length) for span in turn.images]
+        length += len(turn.prompt_ids) + len(turn.completion_ids)
+    return spans
+
+
 class RemoteTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One answer of a remote model within an attempt: text alone, which is never trained on."""
 

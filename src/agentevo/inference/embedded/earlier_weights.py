@@ -3,6 +3,7 @@ versions."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from agentevo.models.compute.parameters import trained_weights
 from agentevo.models.compute.thread_settings import own_torch_state
 from agentevo.models.files.model_copy import copy_policy
 from agentevo.types import Completion, SamplingParams
+from agentevo.types.images import PromptImage
 
 if TYPE_CHECKING:
     from agentevo.inference.embedded.torch_engine import TorchEngine
@@ -94,6 +96,7 @@ class PinnedEngine:
         session: str | None = None,
         deadline_s: float,
         listen: TokenListener | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         """See Engine.generate."""
         return await self._engine.generate(
@@ -102,6 +105,7 @@ class PinnedEngine:
             session=session,
             deadline_s=deadline_s,
             listen=listen,
+            images=images,
             version=self._pinned,
         )
 
@@ -112,6 +116,7 @@ class PinnedEngine:
         *,
         temperature: float = 1.0,
         deadline_s: float,
+        images: Sequence[PromptImage] = (),
     ) -> TokenScores:
         """See ScoringEngine.score: under the pinned version."""
         return await self._engine.score(
@@ -119,6 +124,7 @@ class PinnedEngine:
             ids,
             temperature=temperature,
             deadline_s=deadline_s,
+            images=images,
             version=self._pinned,
         )
 

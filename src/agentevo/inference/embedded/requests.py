@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from agentevo.inference.embedded.routing import TokenRows
+    from agentevo.models.vision.processor import ProcessedImage
 
 
 @dataclass(eq=False)
@@ -28,7 +29,8 @@ class EngineRequest:
     """One call of `generate`, or (future None) the computation of a shared prefix."""
 
     ids: list[int]
-    """The prompt. After an interruption, also the tokens completed so far."""
+    """The prompt. After an interruption, also the tokens completed so far. The feature tokens of
+    images are keys (images.py)."""
     params: SamplingParams
     future: asyncio.Future[Completion] | None
     session: str | None = None
@@ -53,6 +55,11 @@ class EngineRequest:
     known_rows: TokenRows | None = None
     """The experts that were chosen for a prefix of `ids` in an earlier computation
     (RoutingMemory.known)."""
+    images: Mapping[str, ProcessedImage] = field(default_factory=dict)
+    """The images of the prompt, by digest. Others may be in it."""
+    positions: np.ndarray | None = None
+    """[A, prompt + 1] int64: the positions of the prompt's tokens and of the token after them, if
+    the model can be shown images and they have been needed."""
 
     def __post_init__(self) -> None:
         self.max_tokens = len(self.ids) + (

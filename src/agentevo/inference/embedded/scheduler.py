@@ -357,6 +357,7 @@ class Scheduler:
                 request = EngineRequest(
                     ids, SamplingParams(max_new_tokens=0), None, version=version
                 )
+                request.images = {name: r.images[name] for r in fresh for name in r.images}
                 if self.routing is not None:
                     request.known_rows = self.routing.known_to_any(fresh, ids)
                 self.pending_prefixes[prefix_key] = request

@@ -12,8 +12,9 @@ samples the same tokens, to the last bit if the engine promises that (torch_engi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Tokens
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,19 +24,26 @@ from agentevo.inference.embedded.sampling import summed_weights
 from agentevo.inference.embedded.scheduler import Sequence
 from agentevo.types import Completion, SamplingParams
 
+if TYPE_CHECKING:
+    from agentevo.models.vision.processor import ProcessedImage
+
 
 def score_request(
     context_ids: Tokens[int],
     ids: Tokens[int],
     temperature: float,
     version: int | None,
+    images: Mapping[str, ProcessedImage],
 ) -> EngineRequest:
-    """Creates the request that computes the scores. It belongs to the running event loop, and its
+    """Creates the request that computes the scores. `context_ids` and `images`: see
+    EngineRequest.ids. It belongs to the running event loop, and its
     future gets a Completion of the given tokens."""
     future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
     params = SamplingParams(temperature=temperature, max_new_tokens=0)
     input_ids = [*context_ids, *ids[:-1]]  # the last token predicts nothing
-    return EngineRequest(input_ids, params, future, version=version, scored=list(ids))
+    return EngineRequest(
+        input_ids, params, future, version=version, scored=list(ids), images=images
+    )
 
 
 def given_logprobs(logits: torch.Tensor, ids: Tokens[int], temperature: float) -> list[float]:

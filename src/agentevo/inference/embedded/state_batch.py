@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from transformers import PreTrainedModel
 
 from agentevo.inference.embedded.batch import MAX_CHUNK
+from agentevo.inference.embedded.images import EngineImages, Stretch
 from agentevo.inference.embedded.scheduler import Sequence as EngineSequence
 from agentevo.inference.embedded.state_scheduler import StateScheduler, StateSequence
 from agentevo.inference.embedded.states import (
@@ -19,7 +21,8 @@ from agentevo.inference.embedded.states import (
     run_states,
     select_rows,
 )
-from agentevo.models.compute.rows import padded_group, row_settings, run_rows
+from agentevo.models.compute.rows import RowGroup, padded_group, row_settings, run_rows
+from agentevo.models.vision.features import ImageFeatures
 
 Work = tuple[StateSequence, int]
 """A sequence, and the number of its tokens that a step computes."""
@@ -29,12 +32,20 @@ class StateBatch:
     """A StepWork: passes over states."""
 
     def __init__(
-        self, scheduler: StateScheduler, running: list[EngineSequence], prefill_tokens: int
+        self,
+        scheduler: StateScheduler,
+        running: list[EngineSequence],
+        prefill_tokens: int,
+        images: EngineImages | None = None,
     ) -> None:
-        """`running`: sequences of that scheduler."""
+        """`running`: sequences of that scheduler. `images`: those of the engine, if its model can
+        be shown some."""
         self.support = scheduler.support
         self.stacks = scheduler.stacks
-        self._work = _choose_work(self.support, cast(list[StateSequence], running), prefill_tokens)
+        self._images = images
+        self._work = _choose_work(
+            self.support, cast(list[StateSequence], running), prefill_tokens, images
+        )
         self.work: list[tuple[EngineSequence, int]] = [*self._work]
         self.sampled: list[EngineSequence] = [s for s, n in self._work if _is_sampled(s, n)]
         scored = [(s, _num_scored(s, count)) for s, count in self._work]
@@ -56,16 +67,17 @@ class StateBatch:
             else:
                 alone.append([(sequence, count)])
 
+        run = _Pass(model, version, self.support, self._images)
         outputs: dict[int, torch.Tensor] = {}
         stack = self.stacks.setdefault(version, StateStack())
         stack.put(together)
         if together:
-            outputs |= _run_stack(model, stack, self.support)
+            outputs |= run.stack(stack)
         for works in [*fresh.values(), *alone]:
             if self.support.continues:
-                outputs |= _run_equal(model, works)
+                outputs |= run.equal(works)
             else:
-                outputs |= _run_again(model, works)
+                outputs |= run.again(works)
 
         sequences = [*self.sampled, *(sequence for sequence, _ in self.scored)]
         if not sequences:
@@ -80,7 +92,10 @@ class StateBatch:
 
 
 def _choose_work(
-    support: StateSupport, running: Sequence[StateSequence], prefill_tokens: int
+    support: StateSupport,
+    running: Sequence[StateSequence],
+    prefill_tokens: int,
+    images: EngineImages | None,
 ) -> list[Work]:
     """How many tokens of each sequence a step computes. A sequence that needs one token always gets
     that token. The others share `prefill_tokens`, first come first served; a prompt that can't be
@@ -93,9 +108,10 @@ def _choose_work(
             work.append((sequence, 1))
         elif support.appends:
             count = min(missing, MAX_CHUNK, remaining)
-            remaining -= count
             if count > 0:
+                count = count if images is None else images.fit_chunk(sequence, count)
                 work.append((sequence, count))
+            remaining -= count
         elif remaining > 0:
             work.append((sequence, missing))
             remaining -= missing
@@ -103,55 +119,90 @@ def _choose_work(
     return work
 
 
-def _run_stack(
-    model: PreTrainedModel, stack: StateStack, support: StateSupport
-) -> dict[int, torch.Tensor]:
-    """One token of each member."""
-    members = stack.members
-    places = [(row, 0) for row, s in enumerate(members) if _columns(s, 1)]
-    ids = [[s.ids[s.cached]] for s in members]
-    group = padded_group(ids, places, model)
-    positions = torch.tensor([[s.cached] for s in members], device=group.input_ids.device)
-    mask = mask_of(positions, stack.width) if support.bytes_per_token else None
-    logits, stack.state = run_states(model, group, stack.state, positions, mask)
-    stack.width += 1
-    return {id(members[row]): logits[n : n + 1] for n, (row, _) in enumerate(places)}
+@dataclass(frozen=True)
+class _Pass:
+    """Passes of one model. `images` is None for a text model."""
 
+    model: PreTrainedModel
+    version: int
+    support: StateSupport
+    images: EngineImages | None
 
-def _run_equal(model: PreTrainedModel, works: Sequence[Work]) -> dict[int, torch.Tensor]:
-    """The same number of tokens of sequences without a state, or of one with a state."""
-    count = works[0][1]
-    first = works[0][0].cached
-    texts = [s.ids[first : first + count] for s, _ in works]
-    places = [(row, column) for row, (s, _) in enumerate(works) for column in _columns(s, count)]
-    group = padded_group(texts, places, model)
-    positions = torch.arange(first, first + count, device=group.input_ids.device)
-    positions = positions.expand(len(works), -1)
-    assert not first or works[0][0].state is not None, "its state was left in a stack"
-    logits, state = run_states(model, group, works[0][0].state, positions)
-    for row, (sequence, _) in enumerate(works):
-        alone = len(works) == 1
-        sequence.state = state if alone else select_rows(state, [row], first + count)
+    def stack(self, stack: StateStack) -> dict[int, torch.Tensor]:
+        """One token of each member."""
+        members = stack.members
+        places = [(row, 0) for row, s in enumerate(members) if _columns(s, 1)]
+        stretches = [Stretch(s, s.cached, 1) for s in members]
+        group = self._group(stretches, places)
+        lengths = torch.tensor([[s.cached] for s in members], device=group.input_ids.device)
+        mask = mask_of(lengths, stack.width) if self.support.bytes_per_token else None
+        positions = self._positions(stretches, lengths)
+        logits, stack.state = run_states(
+            self.model, group, stack.state, positions, mask, self._features(stretches)
+        )
+        stack.width += 1
+        return {id(members[row]): logits[n : n + 1] for n, (row, _) in enumerate(places)}
 
-    return _split(logits, works, [len(_columns(s, count)) for s, _ in works])
+    def equal(self, works: Sequence[Work]) -> dict[int, torch.Tensor]:
+        """The same number of tokens of sequences without a state, or of one with a state."""
+        count = works[0][1]
+        first = works[0][0].cached
+        stretches = [Stretch(s, first, count) for s, _ in works]
+        places = [(row, col) for row, (s, _) in enumerate(works) for col in _columns(s, count)]
+        group = self._group(stretches, places)
+        counted = torch.arange(first, first + count, device=group.input_ids.device)
+        positions = self._positions(stretches, counted.expand(len(works), -1))
+        assert not first or works[0][0].state is not None, "its state was left in a stack"
+        logits, state = run_states(
+            self.model, group, works[0][0].state, positions, features=self._features(stretches)
+        )
+        for row, (sequence, _) in enumerate(works):
+            alone = len(works) == 1
+            sequence.state = state if alone else select_rows(state, [row], first + count)
 
+        return _split(logits, works, [len(_columns(s, count)) for s, _ in works])
 
-def _run_again(model: PreTrainedModel, works: Sequence[Work]) -> dict[int, torch.Tensor]:
-    """All tokens of each sequence, for a model that does not continue from a state."""
-    settings = row_settings(model)
-    assert settings is not None
-    outputs: dict[int, torch.Tensor] = {}
-    for members in [works] if settings.pads else [[work] for work in works]:
-        texts = [s.ids[: s.cached + count] for s, count in members]
-        places = [
-            (row, s.cached + column)
-            for row, (s, count) in enumerate(members)
-            for column in _columns(s, count)
-        ]
-        logits = run_rows(model, padded_group(texts, places, model)).logits[0]
-        outputs |= _split(logits, members, [len(_columns(s, count)) for s, count in members])
+    def again(self, works: Sequence[Work]) -> dict[int, torch.Tensor]:
+        """All tokens of each sequence, for a model that does not continue from a state."""
+        settings = row_settings(self.model)
+        assert settings is not None
+        outputs: dict[int, torch.Tensor] = {}
+        for members in [works] if settings.pads else [[work] for work in works]:
+            stretches = [Stretch(s, 0, s.cached + count) for s, count in members]
+            places = [
+                (row, s.cached + column)
+                for row, (s, count) in enumerate(members)
+                for column in _columns(s, count)
+            ]
+            inputs = {}
+            if self.images is not None:
+                inputs["position_ids"] = self.images.position_ids([[one] for one in stretches])
+            group = self._group(stretches, places)
+            out = run_rows(self.model, group, self._features(stretches), **inputs)
+            outputs |= _split(
+                out.logits[0], members, [len(_columns(s, count)) for s, count in members]
+            )
 
-    return outputs
+        return outputs
+
+    def _group(self, stretches: Sequence[Stretch], places: list[tuple[int, int]]) -> RowGroup:
+        texts = [stretch.keys for stretch in stretches]
+        if self.images is None:
+            return padded_group(texts, places, self.model)
+
+        group = padded_group([self.images.ids(keys) for keys in texts], places, self.model)
+        return group._replace(types=self.images.types(stretches))
+
+    def _positions(self, stretches: Sequence[Stretch], counted: torch.Tensor) -> torch.Tensor:
+        """`counted` [B, L] unless images have positions of their own."""
+        if self.images is None:
+            return counted
+        return self.images.position_ids([[stretch] for stretch in stretches])
+
+    def _features(self, stretches: Sequence[Stretch]) -> list[ImageFeatures]:
+        if self.images is None:
+            return []
+        return self.images.features(stretches, self.model, self.version)
 
 
 def _split(

@@ -38,6 +38,7 @@ from agentevo.models.compute.trial import (
     trial_tolerance,
 )
 from agentevo.models.token_rows import causal_model
+from agentevo.models.vision.features import ImageFeatures
 
 if TYPE_CHECKING:
     from agentevo.inference.embedded.state_scheduler import StateSequence
@@ -117,9 +118,11 @@ def run_states(
     state: Any,
     positions: torch.Tensor,
     mask: torch.Tensor | None = None,
+    features: Sequence[ImageFeatures] = (),
 ) -> tuple[torch.Tensor, Any]:
-    """One pass that continues from `state`, which may be changed. `positions` [B, L]. `mask`: of
-    stacked states. Returns the logits [n, V] at the group's places, and the new state."""
+    """One pass that continues from `state`, which may be changed. `positions` [B, L], or [A, B, L]
+    on several axes. `mask`: of stacked states. `features`: those of the pass's feature tokens.
+    Returns the logits [n, V] at the group's places, and the new state."""
     accepted = accepted_inputs(model)
     offered: dict[str, Any] = {"position_ids": positions, "attention_mask": mask}
     offered |= dict.fromkeys(CACHE_NAMES, state)
@@ -128,7 +131,7 @@ def run_states(
     }
     is_step = group.input_ids.shape[1] == 1
     with bounded_steps(model) if is_step else nullcontext():
-        outputs = run_rows(model, group, **{"use_cache": True, **inputs})
+        outputs = run_rows(model, group, features, **{"use_cache": True, **inputs})
 
     return outputs.logits[0], state_of(outputs, accepted)
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from collections.abc import Sequence as Images
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -33,6 +34,7 @@ from agentevo.errors import DeadlineExceededError, EngineError
 from agentevo.inference.embedded.batch import StepBatch, StepWork, build_batch, choose_work
 from agentevo.inference.embedded.earlier_weights import EarlierWeights, PinnedEngine
 from agentevo.inference.embedded.grammars import EngineGrammars
+from agentevo.inference.embedded.images import EngineImages, Stretch
 from agentevo.inference.embedded.kv_cache import kv_bytes_per_token
 from agentevo.inference.embedded.requests import EngineRequest
 from agentevo.inference.embedded.routing import record, recording_of, routed_experts_of
@@ -44,6 +46,7 @@ from agentevo.inference.embedded.state_batch import StateBatch
 from agentevo.inference.embedded.state_scheduler import StateScheduler
 from agentevo.inference.embedded.states import state_support
 from agentevo.inference.engine import (
+    CANT_SEE,
     Engine,
     InFlight,
     TokenListener,
@@ -53,6 +56,7 @@ from agentevo.inference.engine import (
     check_request,
     check_score,
     check_tokens,
+    refuse_images,
 )
 from agentevo.inference.weights.weight_checks import (
     PublishingEngine,
@@ -66,9 +70,13 @@ from agentevo.models.compute.linear import drop_packed
 from agentevo.models.compute.positions import context_length, length_advice
 from agentevo.models.compute.rows import row_settings
 from agentevo.models.compute.thread_settings import own_torch_state
-from agentevo.models.token_rows import num_token_rows, token_logits
+from agentevo.models.token_rows import banned_tokens, num_token_rows, token_logits
+from agentevo.models.vision.features import image_arguments
+from agentevo.models.vision.parts import processor_of
+from agentevo.models.vision.processor import ProcessedImage
 from agentevo.runtime.devices import empty_cache
 from agentevo.types import Completion, SamplingParams
+from agentevo.types.images import PromptImage
 from agentevo.types.penalties import PenaltyState
 
 POLL_INTERVAL_S = 0.05
@@ -118,6 +126,22 @@ class TorchEngine(PublishingEngine):
         on_cpu = next(model.parameters()).device.type == "cpu"
         self._prefill_tokens = self.config.prefill_tokens or (512 if on_cpu else 4096)
         self._vocabulary = num_token_rows(model)
+        processor = processor_of(model)
+        self._images = (
+            None
+            if processor is None
+            else EngineImages(model, processor, kv_tokens * kv_bytes_per_token(model))
+        )
+        if (
+            self._images is not None
+            and self._images.sees_both_ways
+            and (support is None or (support.continues and not support.appends))
+        ):
+            raise EngineError(
+                f"{type(model).__name__}: the tokens of an image see each other, and its passes "
+                "can't continue by a whole image at once: choose another model"
+            )
+
         self._grammars = EngineGrammars(tokenizer, int(model.config.get_text_config().vocab_size))
         self._version = 0
         self.failed_steps = 0
@@ -155,6 +179,7 @@ class TorchEngine(PublishingEngine):
         session: str | None = None,
         deadline_s: float,
         listen: TokenListener | None = None,
+        images: Images[PromptImage] = (),
         version: int | None = None,
     ) -> Completion:
         """See Engine.generate. `version`: see `serving`."""
@@ -167,12 +192,14 @@ class TorchEngine(PublishingEngine):
 
         began_at = time.monotonic()
         slept_s = self.slept_s
+        ids, shown = await self._read_images(prompt_ids, images, deadline_s)
         grammar = await self._grammars.begin(sampling, deadline_s)
         penalty_settings = sampling.penalties
         penalties = None if penalty_settings is None else PenaltyState(penalty_settings, prompt_ids)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        ids = list(prompt_ids)
-        request = EngineRequest(ids, sampling, future, session, version, listen, grammar, penalties)
+        request = EngineRequest(
+            ids, sampling, future, session, version, listen, grammar, penalties, images=shown
+        )
         return await self._queue_and_wait(request, deadline_s, began_at, slept_s)
 
     async def score(
@@ -182,15 +209,37 @@ class TorchEngine(PublishingEngine):
         *,
         temperature: float = 1.0,
         deadline_s: float,
+        images: Images[PromptImage] = (),
         version: int | None = None,
     ) -> TokenScores:
         """See ScoringEngine.score. `version`: see `serving`."""
         check_score(context_ids, ids, temperature, deadline_s)
         check_tokens((*context_ids, *ids), self._vocabulary)
+        if never := sorted(set(ids) & set(banned_tokens(self.model))):
+            raise EngineError(
+                f"score: token {never[0]} stands for an image or a part of one and is never "
+                "sampled, so it has no log-prob: put it into the context"
+            )
+
         began_at = time.monotonic()
         slept_s = self.slept_s
-        request = score_request(context_ids, ids, temperature, version)
+        keys, shown = await self._read_images(context_ids, images, deadline_s)
+        request = score_request(keys, ids, temperature, version, shown)
         return TokenScores.of(await self._queue_and_wait(request, deadline_s, began_at, slept_s))
+
+    async def _read_images(
+        self, prompt_ids: list[int], images: Images[PromptImage], deadline_s: float
+    ) -> tuple[list[int], dict[str, ProcessedImage]]:
+        """The prompt's keys and its images, see EngineImages.read."""
+        if self._images is None:
+            refuse_images(images, CANT_SEE)
+            return list(prompt_ids), {}
+
+        if self.config.batch_invariant:
+            refuse_images(
+                images, "engine.batch_invariant holds for text only: leave the key out for images"
+            )
+        return await self._images.read(prompt_ids, images, deadline_s)
 
     async def _queue_and_wait(
         self, request: EngineRequest, deadline_s: float, began_at: float, slept_s: float
@@ -302,6 +351,8 @@ class TorchEngine(PublishingEngine):
             if self._asleep_since is None:
                 self._asleep_since = time.monotonic()
             self._weights_changed()
+            if self._images is not None:
+                self._images.forget()
             empty_cache(next(self.model.parameters()).device)
 
     async def wake(self) -> None:
@@ -316,17 +367,23 @@ class TorchEngine(PublishingEngine):
     async def forget_cache(self) -> None:
         """See UpdatableEngine.forget_cache."""
         self.scheduler.forget_cache()
+        if self._images is not None:
+            self._images.forget()
 
     def _weights_changed(self) -> None:
         """Call this after the weights were changed in place. Drops everything that the old weights
         computed."""
         drop_packed(self.model)
         self.scheduler.forget_cache()
+        if self._images is not None:
+            self._images.weights_changed()
 
     def _forget_all(self) -> None:
         self._earlier.clear()
         if self._routing is not None:
             self._routing.begin()
+        if self._images is not None:
+            self._images.forget()
         self._weights_changed()
 
     def check(self) -> None:
@@ -358,6 +415,7 @@ class TorchEngine(PublishingEngine):
             **self._publish_stats(),
             "engine/asleep_s": self.slept_s,
             **({} if self._routing is None else self._routing.stats()),
+            **({} if self._images is None else self._images.stats()),
         }
 
     @asynccontextmanager
@@ -449,11 +507,11 @@ class TorchEngine(PublishingEngine):
         """Runs one forward pass under that version. Returns how many requests it finished."""
         _, model = self._earlier.model_serving(version, self._version)
         if isinstance(self.scheduler, StateScheduler):
-            states = StateBatch(self.scheduler, running, self._prefill_tokens)
+            states = StateBatch(self.scheduler, running, self._prefill_tokens, self._images)
             batch: StepWork = states
             outputs = states.logits(model, version)
         else:
-            batch, outputs = self._tree_pass(model, running)
+            batch, outputs = self._tree_pass(model, running, version)
         logits = token_logits(self.model, outputs)  # [sampled + scored, tokens]
 
         for sequence, count in batch.work:
@@ -477,7 +535,7 @@ class TorchEngine(PublishingEngine):
         return finished
 
     def _tree_pass(
-        self, model: PreTrainedModel, running: list[Sequence]
+        self, model: PreTrainedModel, running: list[Sequence], version: int
     ) -> tuple[StepBatch, torch.Tensor]:
         """One forward pass over the new tokens of all sequences, and its logits [sampled + scored,
         V]."""
@@ -485,6 +543,15 @@ class TorchEngine(PublishingEngine):
         batch = build_batch(
             self.scheduler.cache, choose_work(running, self._prefill_tokens), device
         )
+        images = {}
+        if self._images is not None:
+            row = [Stretch(sequence, sequence.cached, count) for sequence, count in batch.work]
+            keys = [key for stretch in row for key in stretch.keys]
+            batch.input_ids = torch.tensor([self._images.ids(keys)], device=device)
+            batch.position_ids = self._images.position_ids([row])
+            features = self._images.features(row, model, version)
+            images = image_arguments(model, batch.input_ids, features)
+
         batch.plan.routing = recording = recording_of(batch, self._routers)
         outputs: Any = model(
             input_ids=batch.input_ids,
@@ -492,6 +559,7 @@ class TorchEngine(PublishingEngine):
             use_cache=False,
             plan=batch.plan,
             logits_to_keep=batch.logit_rows,
+            **images,
         )
         if recording is not None:
             record(batch, recording)

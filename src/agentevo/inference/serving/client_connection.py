@@ -13,7 +13,7 @@ import hmac
 import itertools
 import logging
 import ssl
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -49,6 +49,7 @@ from agentevo.inference.serving.secret import RunSecret
 from agentevo.inference.token_listeners import StreamedTokens
 from agentevo.runtime.event_loop import in_thread
 from agentevo.types import Completion, SamplingParams
+from agentevo.types.images import PromptImage
 
 try:
     from websockets.asyncio.client import ClientConnection as WebSocket
@@ -199,6 +200,7 @@ class ClientConnection:
         session: str | None,
         deadline_s: float,
         streamed: StreamedTokens | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         """See Engine.generate. `streamed` gets the tokens as they arrive, and the missing tokens at
         the end. Raises LostError if the connection ends before the answer arrives."""
@@ -209,11 +211,17 @@ class ClientConnection:
             session=session,
             deadline_s=deadline_s,
             stream=streamed is not None,
+            images=list(images),
         )
         return await self._answer_to(message, streamed)
 
     async def score(
-        self, context_ids: list[int], ids: list[int], temperature: float, deadline_s: float
+        self,
+        context_ids: list[int],
+        ids: list[int],
+        temperature: float,
+        deadline_s: float,
+        images: Sequence[PromptImage] = (),
     ) -> TokenScores:
         """See ScoringEngine.score. Raises LostError as `generate` does."""
         message = ScoreRequest(
@@ -222,6 +230,7 @@ class ClientConnection:
             ids=ids,
             temperature=temperature,
             deadline_s=deadline_s,
+            images=list(images),
         )
         return TokenScores.of(await self._answer_to(message))
 

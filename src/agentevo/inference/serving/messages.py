@@ -25,12 +25,13 @@ from agentevo.errors import (
 )
 from agentevo.inference.engine import InFlight
 from agentevo.types import Completion, SamplingParams
+from agentevo.types.images import PromptImage
 
 SessionName = Annotated[str, msgspec.Meta(max_length=1024)]
 PATH = "/requests"
 """The path of the WebSocket, appended to the engine's URL."""
-MAX_BYTES = 16 * 2**20
-"""The largest frame. A receiver refuses a larger one."""
+MAX_BYTES = 64 * 2**20
+"""The largest frame. A receiver refuses a larger one. Screenshots of a long conversation fit."""
 MAX_MESSAGES = 4096
 """The most messages of a frame."""
 FRAME_BYTES = 2**20
@@ -60,6 +61,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     deadline_s: float
     stream: bool = False
     """The client wants tokens as they are sampled, before Completed."""
+    images: list[PromptImage] = []
+    """The images of the prompt, with the bytes of their files."""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
@@ -72,6 +75,8 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
     ids: list[int]
     temperature: float = 1.0
     deadline_s: float
+    images: list[PromptImage] = []
+    """Those of the context, as in Generate."""
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
@@ -202,7 +207,7 @@ class Outbox:
         if len(encoded) + 16 > MAX_BYTES:
             raise RequestTooLongError(
                 f"a request of {len(encoded)} bytes is more than an engine's server takes "
-                f"({MAX_BYTES}): shorten it"
+                f"({MAX_BYTES}): shorten it, or show fewer or smaller images"
             )
 
         self._waiting.append(encoded)

@@ -37,7 +37,13 @@ from agentevo.errors import (
     RequestTooLongError,
     StreamDivergedError,
 )
-from agentevo.inference.engine import NO_VERSION, TokenListener, TokenScores, check_score
+from agentevo.inference.engine import (
+    NO_VERSION,
+    TokenListener,
+    TokenScores,
+    check_images,
+    check_score,
+)
 from agentevo.inference.serving.address import EngineAddress
 from agentevo.inference.serving.announcements import AnnouncementWatcher
 from agentevo.inference.serving.client_connection import (
@@ -52,6 +58,7 @@ from agentevo.inference.serving.secret import RunSecret
 from agentevo.inference.token_listeners import StreamedTokens
 from agentevo.runtime.event_loop import in_thread
 from agentevo.types import Completion, SamplingParams
+from agentevo.types.images import PromptImage
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -179,14 +186,16 @@ class RemoteEngine:
         session: str | None = None,
         deadline_s: float,
         listen: TokenListener | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         """See Engine.generate. Raises EngineUnavailableError if no engine answered before the
         deadline, and StreamDivergedError if, after an engine's death, another engine samples other
         tokens than `listen` has received."""
+        check_images(prompt_ids, images)
         streamed = None if listen is None else StreamedTokens(listen)
         return await self._ask_engines(
             lambda connection, remaining_s: connection.generate(
-                prompt_ids, sampling, session, remaining_s, streamed
+                prompt_ids, sampling, session, remaining_s, streamed, images
             ),
             session,
             deadline_s,
@@ -199,12 +208,14 @@ class RemoteEngine:
         *,
         temperature: float = 1.0,
         deadline_s: float,
+        images: Sequence[PromptImage] = (),
     ) -> TokenScores:
         """See ScoringEngine.score. Raises the errors of `generate`."""
         check_score(context_ids, ids, temperature, deadline_s)
+        check_images(context_ids, images)
         return await self._ask_engines(
             lambda connection, remaining_s: connection.score(
-                context_ids, ids, temperature, remaining_s
+                context_ids, ids, temperature, remaining_s, images
             ),
             None,
             deadline_s,

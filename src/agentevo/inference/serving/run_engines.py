@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from agentevo.config import RunConfig
@@ -21,6 +21,7 @@ from agentevo.inference.serving.directory import EngineDirectory
 from agentevo.inference.serving.remote import RemoteEngine
 from agentevo.inference.serving.secret import RunSecret
 from agentevo.types import Completion, SamplingParams
+from agentevo.types.images import PromptImage
 
 POLL_INTERVAL_S = 1.0
 NOTICE_S = 10.0
@@ -128,11 +129,17 @@ class RunEngines:
         session: str | None = None,
         deadline_s: float,
         listen: TokenListener | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         """See RemoteEngine.generate."""
         remaining_s = await self._wait_for_version(deadline_s)
         return await self._engines.generate(
-            prompt_ids, sampling, session=session, deadline_s=remaining_s, listen=listen
+            prompt_ids,
+            sampling,
+            session=session,
+            deadline_s=remaining_s,
+            listen=listen,
+            images=images,
         )
 
     async def score(
@@ -142,11 +149,12 @@ class RunEngines:
         *,
         temperature: float = 1.0,
         deadline_s: float,
+        images: Sequence[PromptImage] = (),
     ) -> TokenScores:
         """See RemoteEngine.score."""
         remaining_s = await self._wait_for_version(deadline_s)
         return await self._engines.score(
-            context_ids, ids, temperature=temperature, deadline_s=remaining_s
+            context_ids, ids, temperature=temperature, deadline_s=remaining_s, images=images
         )
 
     async def _wait_for_version(self, deadline_s: float) -> float:

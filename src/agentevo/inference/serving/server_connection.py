@@ -26,8 +26,10 @@ from agentevo.inference.engine import (
     CANT_SCORE,
     Engine,
     ScoringEngine,
+    check_images,
     check_request,
     check_score,
+    images_option,
 )
 from agentevo.inference.serving.messages import (
     Cancel,
@@ -206,16 +208,19 @@ class ServerConnection:
 
     async def _generate(self, request: Generate) -> Completion:
         check_request(request.sampling, request.deadline_s)
+        check_images(request.prompt_ids, request.images)
         return await self._engine.generate(
             request.prompt_ids,
             request.sampling,
             session=request.session,
             deadline_s=request.deadline_s,
             listen=partial(self._outbox.put_tokens, request.id) if request.stream else None,
+            **images_option(self._engine, request.images),
         )
 
     async def _score(self, request: ScoreRequest) -> Completion:
         check_score(request.context_ids, request.ids, request.temperature, request.deadline_s)
+        check_images(request.context_ids, request.images)
         if not isinstance(self._engine, ScoringEngine):
             raise EngineError(CANT_SCORE)
 
@@ -224,6 +229,7 @@ class ServerConnection:
             request.ids,
             temperature=request.temperature,
             deadline_s=request.deadline_s,
+            **({"images": request.images} if request.images else {}),
         )
         return scores.completion(request.ids)
 

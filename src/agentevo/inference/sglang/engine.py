@@ -24,7 +24,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +38,7 @@ from agentevo.inference.engine import (
     Weights,
     check_prompt,
     check_request,
+    refuse_images,
 )
 from agentevo.inference.serving.guarded_server import GuardedServer
 from agentevo.inference.sglang.options import check_keys, read_options
@@ -54,6 +55,7 @@ from agentevo.inference.weights.weight_checks import PublishingEngine, check_pub
 from agentevo.models.compute.parameters import trained_weights
 from agentevo.runtime.event_loop import in_thread, run_to_end
 from agentevo.types import Completion, SamplingParams
+from agentevo.types.images import PromptImage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -164,10 +166,14 @@ class SglangEngine(PublishingEngine):
         session: str | None = None,
         deadline_s: float,
         listen: TokenListener | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         """See Engine.generate. `session` has no effect, because SGLang finds prefixes by itself."""
         check_request(sampling, deadline_s)
         check_prompt(prompt_ids, sampling, self._vocabulary)
+        refuse_images(
+            images, "engine.type=sglang can't be shown images: set engine.type=torch, which can"
+        )
         if sampling.grammar:
             raise GrammarError(
                 "engine.type=sglang does not support AgentEvo's grammars: use engine.type=torch"

@@ -46,6 +46,7 @@ from agentevo.inference.engine import (
     check_request,
     check_score,
     check_tokens,
+    refuse_images,
 )
 from agentevo.inference.token_listeners import tell
 from agentevo.inference.vllm.arguments import vllm_arguments
@@ -82,6 +83,7 @@ from agentevo.models.compute.positions import context_length
 from agentevo.models.token_rows import num_token_rows
 from agentevo.runtime.event_loop import in_thread, run_to_end
 from agentevo.types import Completion, FinishReason, SamplingParams
+from agentevo.types.images import PromptImage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -92,6 +94,7 @@ SHUTDOWN_S = 10.0
 """The time limit for vLLM's processes to end by themselves."""
 LOAD_S = 600.0
 """The time limit for vLLM to load weights from the disk."""
+_CANT_SEE = "engine.type=vllm can't be shown images: set engine.type=torch, which can"
 
 
 class VllmEngine(PublishingEngine):
@@ -168,12 +171,14 @@ class VllmEngine(PublishingEngine):
         session: str | None = None,
         deadline_s: float,
         listen: TokenListener | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         """See Engine.generate. `session` has no effect, because vLLM finds cached keys and values
         by their tokens."""
         check_request(sampling, deadline_s)
         check_sampling(sampling, is_drafting=self._is_drafting)
         check_prompt(prompt_ids, sampling, self._vocabulary)
+        refuse_images(images, _CANT_SEE)
         self._check_room(prompt_ids, sampling.max_new_tokens)
 
         if sampling.stop_strings and self._tokenizer is None:
@@ -239,9 +244,11 @@ class VllmEngine(PublishingEngine):
         *,
         temperature: float = 1.0,
         deadline_s: float,
+        images: Sequence[PromptImage] = (),
     ) -> TokenScores:
         """See ScoringEngine.score. Only at temperature 1."""
         check_score(context_ids, ids, temperature, deadline_s)
+        refuse_images(images, _CANT_SEE)
         if temperature != 1:
             raise EngineError(
                 f"score: temperature={temperature:g}: vLLM computes log-probs of given tokens at "

@@ -23,7 +23,10 @@ from agentevo.types import (
     SamplingParams,
     Trajectory,
     Turn,
+    images_of_context,
 )
+from agentevo.types.image_span import ImageSpan
+from agentevo.types.images import PromptImage
 
 
 class RecordedEngine:
@@ -53,6 +56,7 @@ class RecordedEngine:
         session: str | None = None,
         deadline_s: float,
         listen: TokenListener | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         """See Engine.generate. It does not notify a listener. Raises EngineError when it refuses to
         answer."""
@@ -62,7 +66,7 @@ class RecordedEngine:
             turns[0] if turns else None,
         )
         if turn is not None:
-            self._check(turn, prompt_ids, sampling)
+            self._check(turn, prompt_ids, sampling, [image.span for image in images])
         elif (
             self._trajectory.status == "completed"
         ):  # a failed or cancelled attempt may have made further requests
@@ -94,7 +98,13 @@ class RecordedEngine:
         """See Engine.stats."""
         return {}
 
-    def _check(self, turn: Turn, prompt_ids: list[int], sampling: SamplingParams) -> None:
+    def _check(
+        self,
+        turn: Turn,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        spans: Sequence[ImageSpan],
+    ) -> None:
         recorded = self._trajectory.context_ids(turn.index)
         if prompt_ids != recorded:
             pairs = zip(prompt_ids, recorded, strict=False)
@@ -106,6 +116,11 @@ class RecordedEngine:
                 "on: the agent or the environment did something else"
             )
             self._differs("prompt", turn.index, place, what)
+            return
+
+        if [*spans] != images_of_context(self._trajectory.turns, turn.index):
+            what = f"turn {turn.index}: the replay shows the policy other images"
+            self._differs("prompt", turn.index, 0, what)
             return
 
         recorded_grammar = "" if turn.constraint is None else turn.constraint.grammar

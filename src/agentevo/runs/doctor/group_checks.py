@@ -19,11 +19,19 @@ from agentevo.errors import EngineError
 from agentevo.inference.conversations.conversation import Conversation
 from agentevo.inference.conversations.drift import DriftPlace
 from agentevo.inference.embedded.sampling import filter_logits
-from agentevo.inference.engine import CANT_SCORE, Engine, ScoringEngine, TokenListener, TokenScores
+from agentevo.inference.engine import (
+    CANT_SCORE,
+    Engine,
+    ScoringEngine,
+    TokenListener,
+    TokenScores,
+    images_option,
+)
 from agentevo.models.compute.attention import NAME
 from agentevo.models.compute.rows import row_settings
 from agentevo.models.token_rows import token_logits
 from agentevo.types import Completion, SamplingParams, Trajectory, Turn
+from agentevo.types.images import PromptImage
 
 Request = tuple[tuple[int, ...], tuple[int, ...]]
 """A request to the engine and its answer, as token ids."""
@@ -48,10 +56,16 @@ class WatchedEngine:
         session: str | None = None,
         deadline_s: float,
         listen: TokenListener | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         """See Engine.generate."""
         completion = await self._engine.generate(
-            prompt_ids, sampling, session=session, deadline_s=deadline_s, listen=listen
+            prompt_ids,
+            sampling,
+            session=session,
+            deadline_s=deadline_s,
+            listen=listen,
+            **images_option(self._engine, images),
         )
         self.requests[tuple(prompt_ids), tuple(completion.ids)] += 1
         return completion
@@ -63,12 +77,17 @@ class WatchedEngine:
         *,
         temperature: float = 1.0,
         deadline_s: float,
+        images: Sequence[PromptImage] = (),
     ) -> TokenScores:
         """See ScoringEngine.score."""
         if not isinstance(self._engine, ScoringEngine):
             raise EngineError(CANT_SCORE)
         return await self._engine.score(
-            context_ids, ids, temperature=temperature, deadline_s=deadline_s
+            context_ids,
+            ids,
+            temperature=temperature,
+            deadline_s=deadline_s,
+            **({"images": images} if images else {}),
         )
 
     async def release(self, session: str) -> None:

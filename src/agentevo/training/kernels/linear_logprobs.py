@@ -24,7 +24,7 @@ passes over memory, of four bytes a number, instead of one of two bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -33,9 +33,10 @@ import torch
 from torch import distributed
 
 from agentevo.models.compute.linear import available, product
+from agentevo.models.token_rows import LOWEST
 from agentevo.runtime.devices import compiles
 from agentevo.training.kernels.cells import Cell, Cells
-from agentevo.training.kernels.token_masks import LOWEST, mask_scores
+from agentevo.training.kernels.token_masks import mask_scores
 from agentevo.training.kernels.token_penalties import PenaltyTable
 from agentevo.training.kernels.vocabulary import VocabularySlice
 
@@ -57,6 +58,7 @@ def linear_logprobs(  # noqa: PLR0913 (the factors of a score, and what bounds i
     penalties: PenaltyTable | None = None,
     vocabulary_slice: VocabularySlice | None = None,
     num_tokens: int | None = None,
+    banned: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [R, H], weight [V, H], bias [V], rows [M] and targets [M] int64 -> log-probs [M] of
     token targets[m] under softmax(z[rows[m]] / temperature), and the entropy [R] of each row, in
@@ -66,13 +68,14 @@ def linear_logprobs(  # noqa: PLR0913 (the factors of a score, and what bounds i
     [R, W]: the tokens that a row may predict (token_masks.py); the others have no probability.
     `penalties`: changes of z before the softmax (token_penalties.py). `vocabulary_slice`: the
     tokens of weight and bias, if other processes have the other tokens; then all processes must
-    call this. `num_tokens`: only this many first ids have a probability; None for all V. Once
-    differentiable in hidden, weight and bias. Products are computed in their dtype, everything else
-    in at least float32. Memory on top of the gradients: KEPT_BYTES and a few cells.
+    call this. `num_tokens`: only this many first ids have a probability; None for all V. `banned`:
+    ids among them that have none, either. Once differentiable in hidden, weight and bias. Products
+    are computed in their dtype, everything else in at least float32. Memory on top of the
+    gradients: KEPT_BYTES and a few cells.
     """
-    tail = _FusedLogprobs(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(
-        vocabulary_slice
-    )
+    tail = _FusedLogprobs(
+        temperature, softcap, logit_scale, masks, penalties, num_tokens, _on(hidden, banned)
+    ).within(vocabulary_slice)
     targets, outside = tail.within_tokens(targets)
     trained = torch.is_grad_enabled() and (
         weight.requires_grad or (bias is not None and bias.requires_grad)
@@ -105,12 +108,13 @@ def linear_logprobs_and_squares(  # noqa: PLR0913 (those of linear_logprobs)
     penalties: PenaltyTable | None = None,
     vocabulary_slice: VocabularySlice | None = None,
     num_tokens: int | None = None,
+    banned: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `linear_logprobs`, without gradient. Returns log-probs [M], and for each row the sum of
     p^2 over the vocabulary [R], which is the probability that two samples agree."""
-    tail = _FusedLogprobs(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(
-        vocabulary_slice
-    )
+    tail = _FusedLogprobs(
+        temperature, softcap, logit_scale, masks, penalties, num_tokens, _on(hidden, banned)
+    ).within(vocabulary_slice)
     targets, outside = tail.within_tokens(targets)
     local_targets = tail.local_targets(targets)
     cells = Cells.of(
@@ -134,6 +138,8 @@ class _FusedLogprobs(NamedTuple):
     penalties: PenaltyTable | None = None
     num_tokens: int | None = None
     """The number of ids that are tokens. Later ids have no probability."""
+    banned: torch.Tensor | None = None
+    """[K] int64: ids of the whole vocabulary that have no probability."""
     vocabulary_slice: VocabularySlice | None = None
     """The tokens of the weight. Masks and penalties cover only these tokens."""
 
@@ -157,7 +163,7 @@ class _FusedLogprobs(NamedTuple):
 
     def within_tokens(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The targets [M], in which ids that are no tokens are replaced by a token, and the places
-        of these ids (None if every id is a token)."""
+        of these ids (None if every id is a token). Banned targets get LOWEST from their scores."""
         if self.num_tokens is None:
             return targets, None
         outside = targets >= self.num_tokens
@@ -175,7 +181,8 @@ class _FusedLogprobs(NamedTuple):
 
     def is_plain(self, hidden: torch.Tensor) -> bool:
         """Whether a cell's arithmetic is one kernel (`_compiled`)."""
-        changed = self.softcap is not None or self.masks is not None or self.penalties is not None
+        changes = (self.softcap, self.masks, self.penalties, self.banned)
+        changed = any(change is not None for change in changes)
         narrow = hidden.dtype.itemsize <= torch.float32.itemsize
         return narrow and not changed and compiles(hidden.device.type)
 
@@ -199,6 +206,10 @@ class _FusedLogprobs(NamedTuple):
         if self.penalties is not None:
             cell_penalties = self.penalties.within(cell.rows, cell.columns)
             scores = cell_penalties.apply(scores, self.temperature)
+        if self.banned is not None:
+            inside = self.banned - (self.first + cell.columns.start)
+            inside = inside[(inside >= 0) & (inside < scores.shape[1])]
+            scores = scores.index_fill(1, inside, LOWEST)
         if self.masks is None:
             return scores
         return mask_scores(scores, self.masks[cell.rows], cell.columns.start)
@@ -532,6 +543,11 @@ class _Slopes(NamedTuple):
             slope = slope * _slope_of(picked * (self.tail.temperature / self.tail.softcap))
         gradient = pull * -self.of_row.unsqueeze(1)
         return gradient.index_add_(0, rows, weight[targets] * slope.unsqueeze(1))
+
+
+def _on(hidden: torch.Tensor, ids: Sequence[int]) -> torch.Tensor | None:
+    """The ids [K] on the device of the hidden states; None if there are none."""
+    return torch.tensor(ids, device=hidden.device) if ids else None
 
 
 def _slope_of(bent: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import torch
 
-LOWEST = -1e30
-"""The score of forbidden tokens, and the start of a running maximum: It is finite, so that zero
-times its distance is zero."""
+from agentevo.models.token_rows import LOWEST
 
 
 def mask_scores(scores: torch.Tensor, masks: torch.Tensor, first: int = 0) -> torch.Tensor:

@@ -1,0 +1,341 @@
+"""The images of an embedded engine's requests: pixel tensors, keys, positions and features.
+
+A request's ids are keys (models/vision/keys.py), so the scheduler, sessions and shared prefixes
+compare numbers, and prompts that differ only in an image share nothing from its first token on. The
+code that builds a pass turns keys into what the model reads: ids, positions on the model's axes,
+the type of each token, and the features of the images.
+
+Each image is processed once, off the event loop, and encoded alone and once, so its features don't
+depend on the other images of a step. They stay in a cache under (version of the weights, digest),
+without the version if the tower and the projector are not trained. A chunk of a prompt may end
+inside an image, since its features are taken by rows. Models in which the tokens of an image see
+each other compute an image in one pass (`fit_chunk`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from agentevo.errors import DeadlineExceededError, EngineError, ImageError
+from agentevo.inference.engine import check_images
+from agentevo.models.token_rows import causal_model
+from agentevo.models.vision.features import (
+    ImageEncoder,
+    ImageFeatures,
+    position_ids,
+)
+from agentevo.models.vision.keys import ImageKeys
+from agentevo.models.vision.processor import ProcessedImage, VisionProcessor
+from agentevo.runtime.event_loop import in_thread
+from agentevo.types.image_span import ImageSpan, feature_places
+from agentevo.types.images import ImageFile, PromptImage
+
+if TYPE_CHECKING:
+    from agentevo.inference.embedded.scheduler import Sequence as EngineSequence
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+PIXEL_BYTES = 2**30
+"""The most CPU memory for the pixel tensors of images that no request has now."""
+SHARE = 1 / 8
+"""The most memory for features that no step needs now, as a share of the bytes of key-value
+memory."""
+
+
+class Stretch(NamedTuple):
+    """Consecutive tokens of a sequence in a pass."""
+
+    sequence: EngineSequence
+    first: int
+    length: int
+
+    @property
+    def keys(self) -> list[int]:
+        return self.sequence.ids[self.first : self.first + self.length]
+
+
+class ByteCache(Generic[K, V]):
+    """The values that were used last, up to `max_bytes`. The newest one always stays."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._values: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self.num_bytes = 0
+
+    def get(self, key: K) -> V | None:
+        if key not in self._values:
+            return None
+        self._values.move_to_end(key)
+        return self._values[key][0]
+
+    def put(self, key: K, value: V, num_bytes: int) -> None:
+        """Adds a value under a key that has none."""
+        self._values[key] = (value, num_bytes)
+        self.num_bytes += num_bytes
+        while self.num_bytes > self._max_bytes and len(self._values) > 1:
+            self.num_bytes -= self._values.popitem(last=False)[1][1]
+
+    def clear(self) -> None:
+        self._values.clear()
+        self.num_bytes = 0
+
+
+class EngineImages:
+    """See the module."""
+
+    def __init__(self, model: PreTrainedModel, processor: VisionProcessor, kv_bytes: int) -> None:
+        """`kv_bytes`: the size of the engine's key-value memory."""
+        self._processor = processor
+        self._feature = processor.family.feature
+        self._feature_id = processor.feature_id
+        self._first_key = int(model.config.get_text_config().vocab_size)
+        self._keys = ImageKeys(self._first_key)
+        self._grids: dict[str, tuple[int, ...]] = {}
+        self._pixels = ByteCache[str, ProcessedImage](PIXEL_BYTES)
+        self._features = ByteCache[tuple[int | None, str], ImageFeatures](int(SHARE * kv_bytes))
+        self._processing: dict[str, asyncio.Task[ProcessedImage]] = {}
+        self._device = next(model.parameters()).device
+        self._is_trained = ImageEncoder(model, processor).is_trained
+        self.sees_both_ways = sees_both_ways(model)
+        """Whether the tokens of an image see each other."""
+        self.encoded = 0
+        """The number of images that the tower has encoded."""
+
+    async def read(
+        self, prompt_ids: Sequence[int], images: Sequence[PromptImage], deadline_s: float
+    ) -> tuple[list[int], dict[str, ProcessedImage]]:
+        """The keys of a prompt, and its images by digest. Does not await if there are none. Raises
+        EngineError for spans, ids and files that don't belong together, DeadlineExceededError for
+        images that aren't processed in time."""
+        check_images(prompt_ids, images)
+        spans = [image.span for image in images]
+        self._check_features(prompt_ids, spans)
+        if not images:
+            return list(prompt_ids), {}
+
+        try:
+            async with asyncio.timeout(deadline_s):
+                files = {image.span.digest: image.file for image in images}
+                await in_thread(_check_bytes, [image.file for image in images])
+                processed = {digest: await self._process(files[digest]) for digest in files}
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"the request's images were not processed within {deadline_s:g} s: raise "
+                "engine.timeout_s, or show fewer or smaller images"
+            ) from None
+
+        for span in spans:
+            grid = processed[span.digest].grid
+            if span.grid != grid:
+                raise EngineError(
+                    f"the image {span.digest[:12]}... has the grid {grid}, and its span says "
+                    f"{span.grid}: make prompts with the processor of this model and these settings"
+                )
+            self._grids[span.digest] = grid
+        return self._keys.intern(prompt_ids, spans).tolist(), processed
+
+    def fit_chunk(self, sequence: EngineSequence, count: int) -> int:
+        """How many tokens a pass computes of a sequence that could have `count`: not a part of an
+        image whose tokens see each other."""
+        keys, first, end = sequence.ids, sequence.cached, sequence.cached + count
+        if not self.sees_both_ways or not self._cuts_image(keys, end):
+            return count
+
+        start = end
+        while self._cuts_image(keys, start):
+            start -= 1
+        while start <= first and self._cuts_image(keys, end):
+            end += 1
+        return (start if start > first else end) - first
+
+    def ids(self, keys: Sequence[int]) -> list[int]:
+        """What the model reads in place of the keys."""
+        ids: list[int] = self._keys.ids(keys).tolist()
+        return ids
+
+    def position_ids(self, rows: Sequence[Sequence[Stretch]]) -> torch.Tensor:
+        """The positions of a pass over rows of stretches, padded on the right, as the model reads
+        them: [B, L] int64, or [A, B, L] on several axes."""
+        of_rows = [
+            np.concatenate([self._positions_of(stretch) for stretch in row], axis=1) for row in rows
+        ]
+        width = max(positions.shape[1] for positions in of_rows)
+        padded = [np.pad(row, ((0, 0), (0, width - row.shape[1]))) for row in of_rows]
+        return position_ids(torch.as_tensor(np.stack(padded, axis=1), device=self._device))
+
+    def features(
+        self, stretches: Sequence[Stretch], model: PreTrainedModel, version: int
+    ) -> list[ImageFeatures]:
+        """What the model reads in the feature tokens of a pass, in their order. `version`: that of
+        the model's weights."""
+        runs = self._keys.features([key for stretch in stretches for key in stretch.keys])
+        known: dict[str, ProcessedImage] = {}
+        for stretch in stretches if runs else ():
+            assert stretch.sequence.request is not None
+            known |= stretch.sequence.request.images
+
+        digests = dict.fromkeys(run.digest for run in runs)
+        encoded = {digest: self._encode(known[digest], model, version) for digest in digests}
+        return [encoded[run.digest].rows(run.start, run.stop) for run in runs]
+
+    def types(self, rows: Sequence[Stretch]) -> torch.Tensor | None:
+        """[B, T] int64: 1 for a feature token and 0 for others, for all tokens of each sequence up
+        to the end of its stretch, because transformers looks them up by the place in the sequence.
+        None where they don't decide who sees whom."""
+        if not self.sees_both_ways or not any(
+            key >= self._first_key for s in rows for key in s.keys
+        ):
+            return None
+
+        ends = [stretch.first + stretch.length for stretch in rows]
+        types = np.zeros((len(rows), max(ends)), dtype=np.int64)
+        for row, stretch, end in zip(types, rows, ends, strict=True):
+            row[:end] = np.asarray(stretch.sequence.ids[:end]) >= self._first_key
+        return torch.as_tensor(types, device=self._device)
+
+    def weights_changed(self) -> None:
+        """Call this after weights were changed in place."""
+        if self._is_trained:
+            self._features.clear()
+
+    def forget(self) -> None:
+        """Drops all features and pixels that no request holds."""
+        self._features.clear()
+        self._pixels.clear()
+
+    def stats(self) -> dict[str, float]:
+        """See Engine.stats."""
+        return {
+            "engine/encoded_images": self.encoded,
+            "engine/image_bytes": self._features.num_bytes + self._pixels.num_bytes,
+        }
+
+    def _check_features(self, ids: Sequence[int], spans: Sequence[ImageSpan]) -> None:
+        """Raises EngineError if the feature tokens are not those of the spans. No model notices
+        each such mistake."""
+        numbers = np.asarray(ids, dtype=np.int64)
+        total = int(np.count_nonzero(numbers == self._feature_id))
+        for span in spans:
+            if ids[span.offset] != self._feature_id:
+                raise EngineError(
+                    f"the image {span.digest[:12]}... begins at token {span.offset}, which is "
+                    f"{ids[span.offset]} and not {self._feature} ({self._feature_id}): make "
+                    "prompts with the processor of this model"
+                )
+            try:
+                total -= len(feature_places(numbers, span))
+            except ValueError as error:
+                raise EngineError(f"{error}: make prompts with the model's processor") from error
+
+        if total:
+            raise EngineError(
+                f"the prompt has {total} tokens {self._feature} outside of its images: give the "
+                "image of each"
+            )
+
+        if self.sees_both_ways and ids[-1] == self._feature_id:
+            raise EngineError(
+                "the prompt ends inside an image, whose tokens see each other: end it after the "
+                "token that closes the image"
+            )
+
+    async def _process(self, file: ImageFile) -> ProcessedImage:
+        digest = file.part.sha256
+        known = self._pixels.get(digest)
+        if known is not None:
+            return known
+
+        task = self._processing.get(digest)
+        if task is None:
+            task = asyncio.ensure_future(in_thread(self._processor.process, file))
+            self._processing[digest] = task
+            task.add_done_callback(lambda done: self._take_processed(digest, done))
+        try:
+            return await asyncio.shield(task)  # another request may wait for it
+        except ImageError as error:
+            raise EngineError(str(error)) from error
+
+    def _take_processed(self, digest: str, task: asyncio.Task[ProcessedImage]) -> None:
+        del self._processing[digest]
+        if not task.cancelled() and task.exception() is None:
+            image = task.result()
+            size = sum(tensor.nbytes for tensor in image.tensors.values())
+            self._pixels.put(digest, image, size)
+
+    def _encode(self, image: ProcessedImage, model: PreTrainedModel, version: int) -> ImageFeatures:
+        key = (version if self._is_trained else None, image.digest)
+        features = self._features.get(key)
+        if features is None:
+            (features,) = ImageEncoder(model, self._processor).encode([image])
+            size = sum(part.nbytes for part in (features.pooled, *features.levels))
+            self._features.put(key, features, size)
+            self.encoded += 1
+        return features
+
+    def _positions_of(self, stretch: Stretch) -> np.ndarray:
+        """[A, count] int64"""
+        request = stretch.sequence.request
+        assert request is not None
+        if request.positions is None:
+            request.positions = self._positions_from_start(request.ids)
+
+        known = request.positions
+        size = known.shape[1] - 1
+        end = stretch.first + stretch.length
+        later = np.arange(max(stretch.first, size), max(end, size)) - size
+        return np.concatenate([known[:, stretch.first : min(end, size)], known[:, -1:] + later], 1)
+
+    def _positions_from_start(self, keys: Sequence[int]) -> np.ndarray:
+        """[A, T + 1] int64: the positions of these tokens and of a text token after them."""
+        length = len(keys) + 1
+        merge = self._processor.family.merge
+        if merge is None:
+            return self._processor.positions(length, [])
+
+        numbers = np.asarray(keys, dtype=np.int64)
+        places = np.flatnonzero(numbers >= self._first_key)
+        spans = []
+        place = 0
+        for run in self._keys.features(keys):
+            grid = self._grids[run.digest]
+            size = int(np.prod(grid)) // merge**2
+            spans.append(ImageSpan(int(places[place]), size, grid, run.digest))
+            place += run.stop - run.start
+
+        end = max(length, spans[-1].end) if spans else length  # a prefix may end inside an image
+        return self._processor.positions(end, spans)[:, :length]
+
+    def _cuts_image(self, keys: Sequence[int], place: int) -> bool:
+        """Whether the tokens before and at this place are features of one image."""
+        return (
+            0 < place < len(keys)
+            and keys[place - 1] >= self._first_key
+            and keys[place] == keys[place - 1] + 1
+        )
+
+
+def sees_both_ways(model: PreTrainedModel) -> bool:
+    """Whether the tokens of an image see each other."""
+    config = causal_model(model).config
+    text = config.get_text_config()
+    return (
+        config.model_type == "gemma3"
+        or getattr(text, "use_bidirectional_attention", None) == "vision"
+    )
+
+
+def _check_bytes(files: Sequence[ImageFile]) -> None:
+    for file in files:
+        if not file.is_intact:
+            raise EngineError(
+                f"the image {file.part.sha256[:12]}... has bytes of another SHA-256: send the file "
+                "that its digest names"
+            )
