@@ -29,9 +29,9 @@ from agentevo.config.sections import (
     RunSection,
     TinyModel,
     TrainerSection,
-    VisionSection,
 )
 from agentevo.config.sft import SFTSection, check_sft
+from agentevo.config.vision import VisionSection
 from agentevo.runtime.section import Section
 
 __all__ = [

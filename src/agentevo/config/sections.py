@@ -3,7 +3,6 @@ under its field."""
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from pathlib import Path
@@ -14,6 +13,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from agentevo.config.parallel import ParallelSection
 from agentevo.config.sft import ConversationKeys, FileOrFolder
 from agentevo.config.template_variables import TemplateVariables
+from agentevo.config.vision import VISION_PARTS, VisionSection
 from agentevo.errors import shown
 from agentevo.runtime.credentials import without_password
 from agentevo.runtime.device_names import DeviceName
@@ -62,8 +62,6 @@ class RunSection(Section):
 
 
 ALL_LINEAR = "all-linear"
-VISION_PARTS = ("tower", "projector")
-"""The parts of a model that sees, besides its language model."""
 Rank = Annotated[int, Field(ge=1)]
 
 
@@ -217,35 +215,6 @@ class TinyModel(Section):
         """Number of weights in the blocks, without the token embeddings."""
         per_unit = 4 * self.hidden_size + 3 * self.intermediate_size + 2
         return self.num_layers * self.hidden_size * per_unit
-
-
-class VisionSection(Section):
-    """How a model that sees is trained on images. For models with a vision tower only."""
-
-    freeze: tuple[Literal["tower", "projector"], ...] = ()
-    """Parts that stay as they are: the `tower`, which reads pixels, and the `projector`, which
-    turns its results into the language model's features. Frozen parts need no gradients and no
-    optimizer state. With adapters, every part without one is frozen anyway."""
-    min_pixels: int | None = Field(default=None, ge=1)
-    """Smaller images are scaled up to this number of pixels (Qwen models only). Default: the
-    model's own."""
-    max_pixels: int | None = Field(default=None, ge=1)
-    """Larger images are scaled down to this number of pixels (Qwen models only). It limits the
-    tokens of an image. Default: the model's own. Both limits are saved with the checkpoints."""
-
-    @model_validator(mode="after")
-    def _limits_fit(self) -> Self:
-        if (self.min_pixels or 0) > (self.max_pixels or math.inf):
-            raise ValueError(
-                f"min_pixels={self.min_pixels} is more than max_pixels={self.max_pixels}: "
-                "exchange them"
-            )
-        return self
-
-    @property
-    def chosen(self) -> list[str]:
-        """The keys that are not at their defaults."""
-        return [name for name in type(self).model_fields if getattr(self, name)]
 
 
 PLAIN = "plain"

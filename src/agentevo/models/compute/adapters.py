@@ -23,7 +23,8 @@ import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 
-from agentevo.config.sections import ALL_LINEAR, VISION_PARTS
+from agentevo.config.sections import ALL_LINEAR
+from agentevo.config.vision import VISION_PARTS
 from agentevo.errors import ModelError
 from agentevo.models.checkpoint_manifest import verify_model
 from agentevo.models.compute.linear import FastLinear, drop_packed, use_fast_linear
