@@ -51,6 +51,7 @@ from agentevo.store.records import RETRIES, Split
 from agentevo.store.store import Store
 from agentevo.types import SamplingOverrides, SamplingParams, Task, Trajectory, group_of_agent
 from agentevo.types.copies import copy_of_task
+from agentevo.types.images import ImageFile
 
 T = TypeVar("T")
 
@@ -300,6 +301,7 @@ class Sampler:
         trajectories: Sequence[Trajectory],
         unrewarded: Sequence[bool],
         calls: Mapping[str, AttemptCalls],
+        images: Mapping[str, ImageFile],
         *,
         task: Task,
         engines: Mapping[str, Engine],
@@ -319,7 +321,7 @@ class Sampler:
             await self._wait_for_rewards(policy)
 
         scored = await self._scoring.score(
-            trajectories, unrewarded, calls, task=task, policy=policy
+            trajectories, unrewarded, calls, task=task, policy=policy, images=images
         )
         group_id = trajectories[0].group_id
         is_baseline = group_id.startswith(f"{task.id}/{BASELINE}@")
@@ -379,7 +381,9 @@ class Sampler:
         remote = None
         if models:
             seed = derive_seed(run_seed, main.name)
-            remote = RemoteConversations(models, name=main.name, seed=seed, calls=main.calls)
+            remote = RemoteConversations(
+                models, name=main.name, seed=seed, calls=main.calls, images=main.images
+            )
 
         remote_names = remote_agents(self._config)
         attempt_texts = self.texts(texts)
@@ -454,12 +458,13 @@ class RemoteSampler(Sampler):
         trajectories: Sequence[Trajectory],
         unrewarded: Sequence[bool],
         calls: Mapping[str, AttemptCalls],
+        images: Mapping[str, ImageFile],
         *,
         task: Task,
         engines: Mapping[str, Engine],
     ) -> list[Trajectory]:
         """See Sampler. No reward can use an engine here."""
-        return await self._scoring.score(trajectories, unrewarded, calls, task=task)
+        return await self._scoring.score(trajectories, unrewarded, calls, task=task, images=images)
 
     def policy(
         self,

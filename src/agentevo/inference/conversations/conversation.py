@@ -26,6 +26,7 @@ from typing import Any, cast
 
 import msgspec
 
+from agentevo.data.message_images import ImageCollector
 from agentevo.errors import (
     BadRequestError,
     EngineError,
@@ -110,7 +111,10 @@ class Conversation:
         context_length: int,
         timeout_s: float,
         calls: AttemptCalls | None = None,
+        images: ImageCollector | None = None,
     ) -> None:
+        self.images = ImageCollector() if images is None else images
+        """The images that messages may name."""
         self._engine = engine
         self._chat = chat
         self._sampling = sampling

@@ -30,6 +30,7 @@ import json
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -54,6 +55,9 @@ from agentevo.models.tool_calls.families import GEMMA, GLM
 from agentevo.models.tool_calls.harmony import ENDS as HARMONY_ENDS
 from agentevo.models.tool_calls.parser import HARMONY, THOUGHTS
 from agentevo.types import Message, ToolCall
+
+if TYPE_CHECKING:
+    from agentevo.models.vision.processor import VisionProcessor
 
 CACHED_MESSAGES = 8192
 """The number of cached encodings of messages."""
@@ -100,10 +104,12 @@ class ChatFormat:
         tokenizer: PreTrainedTokenizerBase,
         generation_config: GenerationConfig | None = None,
         template: ChatTemplate | None = None,
+        processor: VisionProcessor | None = None,
     ) -> None:
         """`template`: the tokenizer's, with values of its variables."""
         self.tokenizer = tokenizer
         self._generation_config = generation_config
+        self.processor = processor
         self._template = ChatTemplate(tokenizer) if template is None else template
         declared = [
             *ids_of_marks(tokenizer, *_ENDS_BY_FAMILY.get(self.parser.name, ())),
