@@ -15,6 +15,7 @@ import msgspec
 
 from agentevo.agents.named_texts import Texts
 from agentevo.agents.policy import Policy, PolicyGateway
+from agentevo.data.message_images import ImageCollector
 from agentevo.errors import BadRequestError, EngineError
 from agentevo.inference.remote_models.conversations import POLICY, RemoteConversations
 from agentevo.models.chat.answer_form import AnswerForm
@@ -49,6 +50,8 @@ class RemotePolicyConversation:
     ) -> None:
         self.name = name
         self.calls = calls
+        self.images = ImageCollector()
+        """See Conversation. A remote model refuses them."""
         self._remote = remote
         self._model = model
         self._sampling = sampling
