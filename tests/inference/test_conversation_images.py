@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from babbling import CHATS
-from seeing import OTHER, SMALL, WIDE, seeing_chat, seeing_conversation
+from seeing_chats import OTHER, SMALL, WIDE, seeing_chat, seeing_conversation
 from tiny_vision import FAMILIES, png
 
 from agentevo.errors import BadRequestError, ImageError, ModelError, RequestTooLongError

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from seeing import OTHER, SMALL, WIDE, SeeingEngine, seeing_chat
+from seeing_chats import OTHER, SMALL, WIDE, SeeingEngine, seeing_chat
 from tiny_vision import png
 
 from agentevo.agents.agent import FunctionAgent
