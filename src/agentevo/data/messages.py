@@ -203,8 +203,8 @@ def _part(part: Any, where: str, images: ImageReader | None) -> TextPart | Image
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind not in ("text", "image"):
         raise BadRequestError(
-            f'{where} is of type {kind!r}: use {{"type": "text", "text": ...}}; models read text '
-            "alone here, so leave pictures and files out"
+            f'{where} is of type {kind!r}: use {{"type": "text", "text": ...}}, and leave out what '
+            "models don't read here"
         )
 
     try:

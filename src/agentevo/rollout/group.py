@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from agentevo import errors
 from agentevo.agents.agent import Agent, outcome_of
 from agentevo.agents.policy import Policy
+from agentevo.rollout.attempt_images import AttemptImages
 from agentevo.rollout.failures import TIMEOUT_PREFIX, ShowFailure
 from agentevo.runtime.event_loop import TaskScope
 from agentevo.runtime.retry import STORE_RETRY_S, with_retries
@@ -310,16 +311,19 @@ class RolloutGroup:
         num_wanted: int,
         baseline: tuple[str, GroupAttempt] | None,
         score: Score,
+        images: AttemptImages | None = None,
         on_ended: Callable[[int], None] = lambda number: None,
     ) -> None:
         """The group is complete with `num_wanted` completed members. `baseline`: (group id,
-        attempt). `on_ended` receives the number of ended attempts whenever an attempt ends."""
+        attempt). `images`: where the images of the task come from and those of the attempts go.
+        `on_ended` receives the number of ended attempts whenever an attempt ends."""
         self.task_id = task_id
         self.group_id = group_id
         self.members = list(members)
         self.baseline = baseline
         self._num_wanted = num_wanted
         self._score = score
+        self._images = images
         self._on_ended = on_ended
 
     @property
@@ -329,8 +333,12 @@ class RolloutGroup:
     async def run(self) -> list[Trajectory]:
         """Runs all attempts and returns their trajectories with rewards: the members in order, then
         the baseline. With several agents, the list has this order for each agent, one agent after
-        the other. Raises InfrastructureFailure. If this call fails or is cancelled, it cancels all
-        attempts."""
+        the other. The images that they name are in the store. Raises InfrastructureFailure. If this
+        call fails or is cancelled, it cancels all attempts."""
+        policies = [attempt.policy for attempt in self.attempts]
+        if self._images is not None:
+            await self._images.give(policies)
+
         runs = [
             asyncio.create_task(
                 attempt.run(task_id=self.task_id, group_id=self.group_id, number=number)
@@ -360,7 +368,11 @@ class RolloutGroup:
                     if completed >= self._num_wanted:
                         self.cut(f"cut: {completed} attempts of its group had completed")
 
-            return await self._score_attempts([run.result() for run in runs])
+            scored = await self._score_attempts([run.result() for run in runs])
+            if self._images is not None:
+                await self._images.keep(policies, scored)
+
+            return scored
         finally:
             for run in runs:
                 run.cancel()

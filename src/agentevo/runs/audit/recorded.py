@@ -25,6 +25,7 @@ from agentevo.types import (
     Trajectory,
     Turn,
 )
+from agentevo.types.images import PromptImage
 
 
 class RecordedEngine:
@@ -54,8 +55,10 @@ class RecordedEngine:
         session: str | None = None,
         deadline_s: float,
         listen: TokenListener | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
-        """See Engine.generate. It does not notify a listener. Raises EngineError when it refuses to
+        """See Engine.generate. It does not notify a listener, and needs no images, since the ids
+        are compared. Raises EngineError when it refuses to
         answer."""
         turns = self._by_seed.get(sampling.seed, [])
         turn = next(
