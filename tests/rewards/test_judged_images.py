@@ -48,11 +48,10 @@ def counts_images(body, handler):
     """A judge that scores an attempt by the images that it is shown of it."""
     content = body["messages"][0]["content"]
     shown = "".join(part["text"] for part in content[:-1] if part["type"] == "text")
-    scores = {
-        number: 0.25
-        * sum(f"The image {name}:" in shown for line in lines for name in line.get("images", ()))
-        for number, lines in attempts_in(content[-1]["text"]).items()
-    }
+    scores = {}
+    for number, lines in attempts_in(content[-1]["text"]).items():
+        names = [name for line in lines for name in line.get("images", ())]
+        scores[number] = 0.25 * sum(f"The image {name}:" in shown for name in names)
     gives(chat(verdict(scores)))(body, handler)
 
 
