@@ -7,6 +7,7 @@ import asyncio
 import re
 import threading
 from contextlib import closing
+from dataclasses import replace
 from hashlib import sha256
 from types import SimpleNamespace
 
@@ -26,10 +27,12 @@ from pictures import (
 )
 from PIL import Image
 from remote_server import RemoteServer, chat, gives
-from seeing_chats import SeeingEngine, seeing_chat
+from seeing_chats import SeeingEngine, seeing_chat, seeing_conversation
 
+from agentevo.agents.gateway import anthropic_messages, memory, responses, shared_session
 from agentevo.agents.gateway import images as gateway_images
-from agentevo.agents.gateway import memory
+from agentevo.agents.gateway.images import DecodedImages, RequestImages
+from agentevo.agents.gateway.request import Delivery
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.data import images as data_images
 from agentevo.inference.remote_models import RemoteModels
@@ -420,3 +423,37 @@ class TestTheSameTokens:
             assert counted.json()["input_tokens"] == len(policy.turns[0].prompt_ids)
 
         self._turns(gateway_of, chat, ask)
+
+
+def test_a_served_model_keeps_no_more_images_than_it_may(monkeypatch):
+    """The oldest conversations go first, and an answer that is named has its images with it."""
+    chat = seeing_chat()
+    monkeypatch.setattr(shared_session, "MAX_IMAGE_BYTES", 2 * len(PNG))
+    session = shared_session.SharedSession(
+        lambda: seeing_conversation(chat=chat)[0], "http://x", "key"
+    )
+    session.bridge = SimpleNamespace(tell=lambda *_: None)
+    memory_of = session.memory
+
+    async def ask(body):
+        images = RequestImages(DecodedImages())
+        request = responses.request_of(body, memory_of, images)
+        request = replace(request, images=tuple(images.files.values()))
+        replies = await session.complete(request, Delivery())
+        return responses.answer(request, replies)["id"]
+
+    async def work():
+        images = RequestImages(DecodedImages())
+        counted = anthropic_messages.counted_of(in_form("/messages", PNG), images)
+        counted = replace(counted, images=tuple(images.files.values()))
+        assert await session.count_tokens(counted) > 0
+        assert not session.conversations[""].images.files
+
+        bodies = [
+            in_form("/responses", file_of(picture(colour=(n, 0, 0)))) for n in (250, 10, 20, 30)
+        ]
+        names = [await ask(body) for body in bodies]
+        assert len(session._sessions) == 2
+        await ask({"input": "Sure?", "previous_response_id": names[0]})
+
+    asyncio.run(work())

@@ -61,6 +61,8 @@ class KeptResponse:
     body: dict[str, Any]
     input_items: tuple[dict[str, Any], ...]
     """The items of its input, each with an id."""
+    images: tuple[ImageFile, ...] = ()
+    """The images of the history."""
 
 
 def keep(
@@ -68,10 +70,10 @@ def keep(
     history: tuple[Message, ...],
     body: dict[str, Any],
     raw_input: Any,
-    images: Sequence[ImageFile] = (),
+    images: tuple[ImageFile, ...] = (),
 ) -> None:
     """Keeps an answer, and its items for requests that refer to one. `raw_input`: its input, a text
-    or items, which have the `images`."""
+    or items. `images`: those of the history."""
     name = body["id"]
     items = raw_input if isinstance(raw_input, list) else [{"role": "user", "content": raw_input}]
     response = KeptResponse(
@@ -81,6 +83,7 @@ def keep(
             {"id": f"item_{name[5:]}_{n}", "type": "message", **item}
             for n, item in enumerate(items)
         ),
+        images,
     )
     num_image_characters = sum(len(image.data) for image in images) * 4 // 3
     size = num_characters(history) + len(msgspec.json.encode(body)) + num_image_characters

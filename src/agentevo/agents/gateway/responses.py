@@ -164,6 +164,8 @@ def _history(body: Mapping[str, Any], memory: Memory, images: RequestImages) -> 
             param="previous_response_id",
         )
 
+    for image in previous.images:
+        images.files.setdefault(image.part.sha256, image)
     return (*previous.history, *messages)
 
 

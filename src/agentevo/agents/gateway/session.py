@@ -233,7 +233,8 @@ class GatewaySession(AttemptSession):
         delivery.asker = set_asker(delivery.place)
         if (model := self.remote_name(request.model)) and self.remote is not None:
             agent = self._agent_of(request.model)
-            _keep_images(request, self.remote.images)
+            if self.remote.models[model].sees_images:
+                _keep_images(request, self.remote.images)
             with self._count_request():
                 return await completed_remotely(
                     self.remote, request, delivery, on_pieces, model=model, agent=agent
@@ -242,7 +243,8 @@ class GatewaySession(AttemptSession):
         conversation = delivery.conversation = self.conversation_of(request.model)
         prompts = (request.prompt, *request.more_prompts)
         check_count(request.n * len(prompts))
-        _keep_images(request, conversation.images)
+        if conversation.chat.processor is not None:
+            _keep_images(request, conversation.images)
 
         with self._count_request():
             try:
@@ -368,7 +370,8 @@ class GatewaySession(AttemptSession):
         with self._count_request():
             messages = with_names(cast("list[Message]", request.prompt))
             conversation = self.conversation_of(request.model)
-            _keep_images(request, conversation.images)
+            if conversation.chat.processor is not None:
+                _keep_images(request, conversation.images)
             return await conversation.count_tokens(
                 messages,
                 tools=request.tools,

@@ -19,7 +19,7 @@ from agentevo.data.images import image_size, image_source, is_image_part, is_pil
 from agentevo.errors import ImageError
 from agentevo.types.images import ImageFile
 
-_WHERE = "the image of a tool's result"
+_WHERE = "the image"
 
 
 def result_of_parts(

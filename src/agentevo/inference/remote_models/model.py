@@ -55,7 +55,7 @@ from agentevo.runtime.registry import nearest
 from agentevo.runtime.seeds import derive_seed
 from agentevo.runtime.trace_header import trace_headers
 from agentevo.types import Message, SamplingOverrides
-from agentevo.types.images import ImageFile
+from agentevo.types.images import ImageFile, images_of_messages
 
 if TYPE_CHECKING:
     from agentevo.inference.remote_models.engine_server import EngineServer
@@ -193,18 +193,16 @@ class RemoteModel:
 
         def read() -> tuple[list[Message], dict[str, EncodedImage]]:
             read_messages = messages_of(messages, collector)
+            if not self.sees_images and any(images_of_messages(read_messages)):
+                raise BadRequestError(
+                    f"the messages have images, and the remote model {self.name} reads text alone: "
+                    f"set remote_models.{self.name}.sees_images=true if it takes images"
+                )
             return read_messages, encode_images(read_messages, collector.files)
 
         if all(isinstance(_content_of(message), str | None) for message in messages):
             return messages_of(messages), {}
-
-        read_messages, encoded = await in_thread(read)
-        if encoded and not self.section.sees_images:
-            raise BadRequestError(
-                f"the messages have images, and the remote model {self.name} reads text alone: "
-                f"set remote_models.{self.name}.sees_images=true if it takes images"
-            )
-        return read_messages, encoded
+        return await in_thread(read)
 
     async def score(
         self,
