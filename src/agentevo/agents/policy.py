@@ -387,6 +387,11 @@ class Policy:
         return agent_policy.files if isinstance(agent_policy, Policy) else {}
 
     @property
+    def sees_images(self) -> bool:
+        """Whether the model reads images. If not, a message with an image is refused."""
+        return self.conversation.chat.processor is not None
+
+    @property
     def images(self) -> Mapping[str, ImageFile]:
         """The images that messages may name, by digest: those of the task, and those that
         `add_image` or a message has given."""
@@ -439,7 +444,7 @@ class RemoteHandle:
         no further request."""
         turns = await self._remote.complete(
             self.name,
-            messages_of(prompt),
+            messages_of(prompt, self._remote.images),
             tools=None if tools is None else tools_of(tools),
             tool_choice=tool_choice,
             form=form,

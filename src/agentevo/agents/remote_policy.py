@@ -15,7 +15,6 @@ import msgspec
 
 from agentevo.agents.named_texts import Texts
 from agentevo.agents.policy import Policy, PolicyGateway
-from agentevo.data.message_images import ImageCollector
 from agentevo.errors import BadRequestError, EngineError
 from agentevo.inference.remote_models.conversations import POLICY, RemoteConversations
 from agentevo.models.chat.answer_form import AnswerForm
@@ -50,8 +49,8 @@ class RemotePolicyConversation:
     ) -> None:
         self.name = name
         self.calls = calls
-        self.images = ImageCollector()
-        """See Conversation. A remote model refuses them."""
+        self.images = remote.images
+        """See Conversation."""
         self._remote = remote
         self._model = model
         self._sampling = sampling
@@ -165,6 +164,12 @@ class RemoteModelPolicy(Policy):
         self.remote_model = model
         self._conversation = conversation
         self._remote_agents = {"": model}
+
+    @property
+    def sees_images(self) -> bool:
+        """See Policy: by the recipe's remote_models.NAME.sees_images."""
+        assert self.remote is not None and self.remote_model is not None
+        return self.remote.models[self.remote_model].sees_images
 
     def num_tokens(self, turn: int) -> tuple[int, int]:
         return self._conversation.num_tokens(turn)

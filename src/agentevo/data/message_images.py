@@ -74,7 +74,7 @@ class ImageCollector:
 
     def read(self, source: Any, where: str) -> ImagePart:
         """The image in any form of data/images.py, as a part by digest. Raises ImageError."""
-        image = read_image(source, where, folder=self.folder, limits=self._limits)
+        image = read_image(source, where, folder=self.folder, limits=self._limits, known=self.files)
         self.add(image)
         return image.part
 

@@ -32,6 +32,7 @@ from agentevo.store.records import Lease, Split
 from agentevo.store.store import Store
 from agentevo.store.trace_context import TracedMessage
 from agentevo.types import Outcome, Status, Task, Trajectory, group_of_agent
+from agentevo.types.images import ImageFile
 
 MAX_OBSERVATION_CHARS = 4_000
 """The maximum number of stored characters of the last observation."""
@@ -44,10 +45,12 @@ limit stops while the engine sleeps, so one wait is not enough."""
 
 
 Score = Callable[
-    [Sequence[Trajectory], Sequence[bool], Mapping[str, AttemptCalls]], Awaitable[list[Trajectory]]
+    [Sequence[Trajectory], Sequence[bool], Mapping[str, AttemptCalls], Mapping[str, ImageFile]],
+    Awaitable[list[Trajectory]],
 ]
-"""Returns the trajectories of one group with their rewards. The other arguments are
-whether each trajectory needs a reward, and the records of its calls (see Scoring.score)."""
+"""Returns the trajectories of one group with their rewards. The other arguments are whether each
+trajectory needs a reward, the records of its calls, and the images that it may name (see
+Scoring.score)."""
 
 
 class InfrastructureFailure(errors.AgentEvoError):
@@ -379,13 +382,18 @@ class RolloutGroup:
         """Scores the group and its baseline separately, and each agent separately."""
         unrewarded = set[str]().union(*(attempt.unrewarded for attempt in self.attempts))
         calls = {name: call for attempt in self.attempts for name, call in attempt.calls.items()}
+        images = {
+            digest: image
+            for attempt in self.attempts
+            for digest, image in attempt.policy.images.items()
+        }
         count = len(self.members)
         scored = list[Trajectory]()
         for agent_trajectories in zip(*attempts, strict=True):
             for compared in (agent_trajectories[:count], agent_trajectories[count:]):
                 if compared:
                     needs_reward = [trajectory.id in unrewarded for trajectory in compared]
-                    scored += await self._score(compared, needs_reward, calls)
+                    scored += await self._score(compared, needs_reward, calls, images)
 
         return scored
 

@@ -307,7 +307,7 @@ class Sampler:
             on_ended=on_ended,
         )
 
-    def _images_of(self, task: Task) -> AttemptImages | None:
+    def _images_of(self, task: Task) -> AttemptImages:
         return AttemptImages(self._store, self.task_images, task)
 
     def check_scorer(self, task: Task) -> None:
@@ -319,6 +319,7 @@ class Sampler:
         trajectories: Sequence[Trajectory],
         unrewarded: Sequence[bool],
         calls: Mapping[str, AttemptCalls],
+        images: Mapping[str, ImageFile],
         *,
         task: Task,
         engines: Mapping[str, Engine],
@@ -338,7 +339,7 @@ class Sampler:
             await self._wait_for_rewards(policy)
 
         scored = await self._scoring.score(
-            trajectories, unrewarded, calls, task=task, policy=policy
+            trajectories, unrewarded, calls, task=task, policy=policy, images=images
         )
         group_id = trajectories[0].group_id
         is_baseline = group_id.startswith(f"{task.id}/{BASELINE}@")
@@ -400,7 +401,9 @@ class Sampler:
         remote = None
         if models:
             seed = derive_seed(run_seed, main.name)
-            remote = RemoteConversations(models, name=main.name, seed=seed, calls=main.calls)
+            remote = RemoteConversations(
+                models, name=main.name, seed=seed, calls=main.calls, images=main.images
+            )
 
         remote_names = remote_agents(self._config)
         attempt_texts = self.texts(texts)
@@ -480,23 +483,24 @@ class RemoteSampler(Sampler):
         self._model = model
 
     def use_images(self, images: Mapping[str, ImageFile]) -> None:
-        """A remote model gets no images."""
-        self.task_images = {}
+        """See Sampler. A remote model that does not see refuses them."""
+        self.task_images = images
 
-    def _images_of(self, task: Task) -> None:
-        """See `use_images`."""
+    def _images_of(self, task: Task) -> AttemptImages:
+        return AttemptImages(None, self.task_images, task)
 
     async def _score(
         self,
         trajectories: Sequence[Trajectory],
         unrewarded: Sequence[bool],
         calls: Mapping[str, AttemptCalls],
+        images: Mapping[str, ImageFile],
         *,
         task: Task,
         engines: Mapping[str, Engine],
     ) -> list[Trajectory]:
         """See Sampler. No reward can use an engine here."""
-        return await self._scoring.score(trajectories, unrewarded, calls, task=task)
+        return await self._scoring.score(trajectories, unrewarded, calls, task=task, images=images)
 
     def policy(
         self,

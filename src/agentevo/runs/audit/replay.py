@@ -353,7 +353,9 @@ async def _play(
     models = RecordedModels(config.remote_models, trajectory.remote_turns)
     remote = None
     if models:
-        remote = RemoteConversations(models, name=trajectory.id, seed=conversation_seed)
+        remote = RemoteConversations(
+            models, name=trajectory.id, seed=conversation_seed, images=conversation.images
+        )
 
     policy = Policy(conversation, gateway, remote, texts=Texts(config.agent.texts))
     attempt = GroupAttempt(player, task, policy, name=trajectory.id, limit_s=config.agent.timeout_s)
@@ -368,7 +370,10 @@ async def _play(
             scoring.compares(task) or scoring.asks_models(task) or scoring.asks_policy(task)
         )
         if judged_again:
-            (played,) = await scoring.score([played], [bool(attempt.unrewarded)], {}, task=task)
+            needs_reward = [bool(attempt.unrewarded)]
+            (played,) = await scoring.score(
+                [played], needs_reward, {}, task=task, images=conversation.images.files
+            )
         # other rewards, a judge or the weights are not used again
         elif played.status == "completed":
             recorded = {name: getattr(trajectory, name) for name in ("reward", "success")}
