@@ -52,6 +52,7 @@ class CandidateAnswer:
         return len(self.rows) == len(candidate.rows) and all(
             np.array_equal(row.ids, other_row.ids)
             and np.array_equal(row.loss_mask, other_row.loss_mask)
+            and row.images == other_row.images
             for row, other_row in zip(self.rows, candidate.rows, strict=True)
         )
 
@@ -233,6 +234,7 @@ class PairData:
             for row in (row for answer in pair.answers for row in answer.rows):
                 digest.update(f"{len(row.ids)}/".encode() + row.ids.tobytes())
                 digest.update(row.loss_mask.tobytes())
+                digest.update("".join(span.digest for span in row.images).encode())
         return digest.hexdigest()
 
     def digest(self) -> str:
