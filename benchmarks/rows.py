@@ -1,29 +1,36 @@
-"""Tokens per second of the embedded engine on models that compute rows, over transformers'
-`generate` on the same weights and cores.
+"""Models that compute rows against peers on the same weights and cores.
 
     .venv/bin/python benchmarks/rows.py --save
 
 The models have random weights: Qwen3-Next (10M parameters) and LFM2 (13M). Ours and theirs take
-turns; every repeat has new prompts of 48 tokens, with 64 new tokens each, and one round warms up.
-Prints `ratio rows_generate_MODEL_N`, medians of the repeats, for
+turns. Prints ratios of medians of the repeats.
+
+`rows_generate_MODEL_N`: tokens per second of the embedded engine over transformers' `generate`.
+Every repeat has new prompts of 48 tokens, with 64 new tokens each, and one round warms up.
 
     1           one request; at least 1.0
     16_in_turn  16 requests at once over `generate` called 16 times; at least 4
     16_batched  16 requests at once over `generate` on one batch of prompts of equal length
+
+`rows_step_MODEL_train_KIND_vs_trl`: seconds of TRL's GRPO training step over ours, as in
+train_step.py, with the vocabulary of SmolLM2. KIND is `shared` (8 answers to one prompt of 1,000
+tokens) or `unshared`; at least 1.0.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from agentevo.config import EngineSection
 from agentevo.inference.embedded.torch_engine import TorchEngine
@@ -31,8 +38,9 @@ from agentevo.models.compute.attention import prepare
 from figures import Figure, write_results
 from generate import NEW_TOKENS, PROMPT_TOKENS, TEMPERATURE, random_prompts
 from machine import describe_machine
-from ours import time_generate
-from peers import Peer
+from ours import load, model_folder, time_generate
+from peers import Peer, trl_train_step
+from train_step import ROWS, against_trl
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 8192,
@@ -66,10 +74,11 @@ MODELS: dict[str, dict[str, Any]] = {
 CASES = {"1": 1, "16_in_turn": 16, "16_batched": 16}
 
 
-def write_model(name: str, folder: Path) -> int:
+def write_model(name: str, folder: Path, **changes: Any) -> int:
     """Writes the weights, and returns how many there are."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**SHAPE | MODELS[name]))
+    config = CONFIG_MAPPING[name](**SHAPE | MODELS[name] | changes)
+    model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -112,6 +121,29 @@ def compare(name: str, folder: Path, peer: Peer, repeats: int, size: int) -> lis
     return figures
 
 
+def compare_steps(
+    name: str, folder: Path, threads: int, repeats: int
+) -> tuple[list[Figure], dict[str, Any]]:
+    """The figures of one model's training steps, and TRL's record."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder())
+    tokenizer.save_pretrained(folder)
+    write_model(name, folder, vocab_size=len(tokenizer), max_position_embeddings=2048)
+    figures: list[Figure] = []
+    record: dict[str, Any] = {}
+    for kind, make_rows in ROWS.items():
+        rows = make_rows(load(folder).model)
+        file = folder / f"{kind}_rows.json"
+        file.write_text(json.dumps([row.json() for row in rows]))
+        with trl_train_step(folder, file, threads) as trl:
+            for figure in against_trl(folder, trl, kind, rows, repeats):
+                figures.append(replace(figure, name=f"rows_step_{name}_{figure.name}"))
+                print(figures[-1].line(), flush=True)
+                print(figures[-1].details(), file=sys.stderr, flush=True)
+            record = trl.record()
+
+    return figures, record
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -133,6 +165,11 @@ def main() -> None:
             with Peer("transformers", None, "peer_transformers_generate.py", words) as peer:
                 figures += compare(name, Path(folder), peer, options.repeats, size)
                 peers[name] = peer.record()
+
+        with tempfile.TemporaryDirectory() as folder:
+            steps, record = compare_steps(name, Path(folder), options.threads, options.repeats)
+            figures += steps
+            peers[f"{name}_step"] = record
 
     if options.save:
         print(write_results(figures, {}, peers, before, "rows"))

@@ -58,6 +58,12 @@ def is_media(value: Any, is_column_of_all: bool) -> bool:
     return not isinstance(value, list | tuple | Mapping) or len(value) > 0
 
 
+def folder_of(source: str) -> Path | None:
+    """The folder to which paths of images in a file or folder of rows are relative."""
+    path = Path(source).expanduser()
+    return path.parent if path.is_file() else path if path.is_dir() else None
+
+
 class ImageCollector:
     """Reads images and keeps each once, for the store. Nothing is written."""
 
@@ -68,10 +74,14 @@ class ImageCollector:
         """Maps a digest to the image."""
         self._limits = limits
 
+    def add(self, image: ImageFile) -> None:
+        """Keeps an image that was read before."""
+        self.files.setdefault(image.part.sha256, image)
+
     def read(self, source: Any, where: str) -> ImagePart:
         """The image in any form of data/images.py, as a part by digest. Raises ImageError."""
-        image = read_image(source, where, folder=self.folder, limits=self._limits)
-        self.files.setdefault(image.part.sha256, image)
+        image = read_image(source, where, folder=self.folder, limits=self._limits, known=self.files)
+        self.add(image)
         return image.part
 
 

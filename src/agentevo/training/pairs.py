@@ -73,6 +73,11 @@ class Pair:
         """One or two."""
         return [answer for answer in (self.chosen, self.rejected) if answer is not None]
 
+    @property
+    def samples(self) -> list[Sample]:
+        """Those of its answers."""
+        return [sample for answer in self.answers for sample in answer.rows]
+
 
 def answer_of(trajectory: Trajectory) -> CandidateAnswer:
     """All the policy's tokens in a trajectory, under its own distribution: neither the masks of a

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 from itertools import chain
 from typing import Any
 
 import msgspec
 
-from agentevo.types import QUERY_MESSAGES, ImagePart, Message, Task, Trajectory
+from agentevo.errors import ImageError
+from agentevo.types import QUERY_MESSAGES, ImagePart, Message, Sample, Task, Trajectory
 from agentevo.types.image_span import ImageSpan
 
 
@@ -41,6 +42,17 @@ def image_file(data: bytes, media_type: str) -> ImageFile:
     return ImageFile(ImagePart(sha256(data).hexdigest(), media_type), data)
 
 
+def file_of(digest: str, images: Mapping[str, ImageFile]) -> ImageFile:
+    """The image of this digest. Raises ImageError if it is missing."""
+    file = images.get(digest)
+    if file is None:
+        raise ImageError(
+            f"the image {digest[:12]}... of a message is missing: give its file with "
+            "policy.add_image"
+        )
+    return file
+
+
 def images_of_messages(messages: Iterable[Message]) -> Iterator[ImagePart]:
     """Every image that the messages name, in order and with repetitions."""
     for message in messages:
@@ -58,6 +70,15 @@ def images_of_trajectory(trajectory: Trajectory) -> dict[str, ImagePart]:
     for part in chain(images_of_messages(chain.from_iterable(messages)), in_prompts):
         named.setdefault(part.sha256, part)
     return named
+
+
+def images_of_samples(
+    samples: Iterable[Sample], images: Mapping[str, ImageFile]
+) -> dict[str, ImageFile]:
+    """Those of the images that the samples show, by digest. Raises ImageError for one that is
+    missing."""
+    named = dict.fromkeys(span.digest for sample in samples for span in sample.images)
+    return {digest: file_of(digest, images) for digest in named}
 
 
 def images_of_task(task: Task) -> list[str]:

@@ -95,7 +95,9 @@ def test_what_a_tool_gives_is_read_in_every_form():
         "a text",
         '{"title": "a page", "hits": [1, 2]}',
         "42",
-        '{"caption": "a cat"}\n[image, image/png, 6 bytes]',
+        '{"caption": "a cat"}\n[image, image/png, 6 bytes, left out: the image: it begins with '
+        "b'\\x00\\x00\\x00\\x04\\x10A', which no image has: give a whole PNG, JPEG, WebP, GIF "
+        "of one frame or BMP]",
         "",
     ]
     assert metrics == {"num_tool_calls": 5}

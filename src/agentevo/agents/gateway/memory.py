@@ -17,11 +17,12 @@ from agentevo.agents.gateway.refusals import Refusal
 from agentevo.errors import shown
 from agentevo.models.chat.chat_format import num_characters
 from agentevo.types import Message
+from agentevo.types.images import ImageFile
 
 MAX_KEPT = 10_000
 """Answers that one session keeps."""
 MAX_CHARACTERS = 2**26
-"""The maximum characters of all of them."""
+"""The maximum characters of all of them, with those of their images in base64."""
 
 
 class Memory:
@@ -60,13 +61,19 @@ class KeptResponse:
     body: dict[str, Any]
     input_items: tuple[dict[str, Any], ...]
     """The items of its input, each with an id."""
+    images: tuple[ImageFile, ...] = ()
+    """The images of the history."""
 
 
 def keep(
-    memory: Memory, history: tuple[Message, ...], body: dict[str, Any], raw_input: Any
+    memory: Memory,
+    history: tuple[Message, ...],
+    body: dict[str, Any],
+    raw_input: Any,
+    images: tuple[ImageFile, ...] = (),
 ) -> None:
     """Keeps an answer, and its items for requests that refer to one. `raw_input`: its input, a text
-    or items."""
+    or items. `images`: those of the history."""
     name = body["id"]
     items = raw_input if isinstance(raw_input, list) else [{"role": "user", "content": raw_input}]
     response = KeptResponse(
@@ -76,8 +83,11 @@ def keep(
             {"id": f"item_{name[5:]}_{n}", "type": "message", **item}
             for n, item in enumerate(items)
         ),
+        images,
     )
-    memory.keep(name, response, num_characters(history) + len(msgspec.json.encode(body)))
+    num_image_characters = sum(len(image.data) for image in images) * 4 // 3
+    size = num_characters(history) + len(msgspec.json.encode(body)) + num_image_characters
+    memory.keep(name, response, size)
     for item in body["output"]:
         memory.keep(item["id"], item, num_characters(history[-1:]))
 

@@ -26,6 +26,8 @@ from agentevo.types import Message
 
 MAX_KEPT = 256
 """The maximum number of conversations that can be continued."""
+MAX_IMAGE_BYTES = 2**30
+"""The maximum bytes of their images. Beyond it, the oldest conversations are dropped."""
 
 
 class SharedSession(GatewaySession):
@@ -52,15 +54,7 @@ class SharedSession(GatewaySession):
         self, request: ModelRequest, delivery: Delivery, on_pieces: OnPieces | None = None
     ) -> list[ModelReply]:
         with self._count_request():
-            session = self._find_extended(request)
-            if session is None:
-                session = GatewaySession(
-                    {"": self._new_conversation()},
-                    self.base,
-                    follows_client=True,
-                    whole_calls=self._whole_calls,
-                )
-
+            session = self._find_extended(request) or self._new_session()
             is_whole = False
             try:
                 replies = await session.complete(request, delivery, on_pieces)
@@ -73,6 +67,19 @@ class SharedSession(GatewaySession):
                 await self._keep(session, request, replies[0])
 
             return replies
+
+    async def count_tokens(self, request: ModelRequest) -> int:
+        """See GatewaySession. The images of the request are not kept."""
+        with self._count_request():
+            return await self._new_session().count_tokens(request)
+
+    def _new_session(self) -> GatewaySession:
+        return GatewaySession(
+            {"": self._new_conversation()},
+            self.base,
+            follows_client=True,
+            whole_calls=self._whole_calls,
+        )
 
     def lose(self, delivery: Delivery) -> None:
         """Does nothing, because these turns are not trained on and need not be discarded."""
@@ -97,12 +104,20 @@ class SharedSession(GatewaySession):
         digest = list(_digests(request.tools, history))[-1]
         replaced = [self._sessions.pop(digest, None)]
         self._sessions[digest] = session
-        if len(self._sessions) > MAX_KEPT:
+        while len(self._sessions) > MAX_KEPT or self._num_image_bytes() > MAX_IMAGE_BYTES:
             replaced.append(self._sessions.pop(next(iter(self._sessions))))
 
         for old in replaced:
             if old is not None:
                 await old.close()
+
+    def _num_image_bytes(self) -> int:
+        return sum(
+            len(image.data)
+            for session in self._sessions.values()
+            for conversation in session.conversations.values()
+            for image in conversation.images.files.values()
+        )
 
 
 def _digests(

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from agentevo.errors import ConfigError
 from agentevo.models.vision.parts import SEEING_TYPES
-from agentevo.models.vision.processor import IMAGE_FILE
+from agentevo.models.vision.processor import IMAGE_FILE, VisionProcessor, load_processor
 from agentevo.runtime.parsing import read_json_object
+
+if TYPE_CHECKING:
+    from agentevo.config import VisionSection
 
 CAUSAL = "a causal language model"
 SEEING = "a vision-language model"
@@ -38,6 +46,21 @@ def has_image_processor(folder: Path) -> bool:
         return "image_processor" in read_json_object(folder / "processor_config.json")
     except ConfigError:
         return False
+
+
+def saved_processor(
+    folder: Path,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    section: VisionSection,
+) -> VisionProcessor | None:
+    """The processor of the folder's model, with the recipe's limits. None for a model that reads
+    text only. Raises ModelError."""
+    if not reads_images(folder) or not has_image_processor(folder):
+        return None
+    return load_processor(
+        folder, config, tokenizer, min_pixels=section.min_pixels, max_pixels=section.max_pixels
+    )
 
 
 def model_class(folder: Path) -> tuple[Any, str]:

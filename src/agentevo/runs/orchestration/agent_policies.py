@@ -35,6 +35,7 @@ from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.compute.positions import context_length
 from agentevo.models.files.load import LoadedModel
 from agentevo.models.files.model_copy import copy_policy
+from agentevo.models.vision.parts import processor_of
 from agentevo.rollout.sampler import Player
 
 CHECKPOINTS = "agents"
@@ -55,7 +56,8 @@ class AgentPolicy:
 
     def player(self) -> Player:
         """The engine from which the agents of this policy sample their tokens."""
-        chat = ChatFormat(self.tokenizer, getattr(self.model, "generation_config", None))
+        generation = getattr(self.model, "generation_config", None)
+        chat = ChatFormat(self.tokenizer, generation, processor=processor_of(self.model))
         return Player(self.engine, chat, context_length(self.model.config))
 
 

@@ -27,7 +27,7 @@ from agentevo.training.batching.step_plan import StepPlan
 from agentevo.training.learner import PreparedBatch, RolloutTrainer
 from agentevo.training.pairs import Pair, PairData
 from agentevo.types import Trajectory
-from agentevo.types.images import ImageFile
+from agentevo.types.images import ImageFile, images_of_samples
 
 
 class BatchSource(ABC):
@@ -198,7 +198,14 @@ class GivenPairs(BatchSource):
     at a round's end wait for the next one: no step has a group twice.
     """
 
-    def __init__(self, config: RunConfig, groups: Sequence[Sequence[Pair]]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        groups: Sequence[Sequence[Pair]],
+        images: Mapping[str, ImageFile],
+    ) -> None:
+        """`images`: those of the answers, by digest."""
+        self._images = images
         self.num_steps = config.trainer.steps
         self._data = PairData(groups, config.trainer.groups_per_step, config.run.seed)
 
@@ -209,7 +216,12 @@ class GivenPairs(BatchSource):
     def prepare(self, collected: Collected, step: int) -> PreparedBatch:
         """The pairs are trained on as they are."""
         pairs = collected.data_items
-        return PreparedBatch(pairs, {"preference/num_pairs": float(len(pairs))})
+        samples = [sample for pair in pairs for sample in pair.samples]
+        return PreparedBatch(
+            pairs,
+            {"preference/num_pairs": float(len(pairs))},
+            images=images_of_samples(samples, self._images),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"digest": self._data.digest()}

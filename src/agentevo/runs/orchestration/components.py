@@ -38,6 +38,7 @@ from agentevo.models.compute.routers import enable_routing
 from agentevo.models.compute.rows import row_settings
 from agentevo.models.files.load import LoadedModel, load_model
 from agentevo.models.files.model_copy import copy_policy
+from agentevo.models.vision.parts import processor_of
 from agentevo.observability.tracing import open_tracing
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.task_source import TaskSource
@@ -126,7 +127,8 @@ class Components:
     @cached_property
     def chat(self) -> ChatFormat:
         """Raises ModelError for a chat template that can't be continued turn by turn."""
-        return ChatFormat(self.tokenizer, getattr(self.model, "generation_config", None))
+        generation = getattr(self.model, "generation_config", None)
+        return ChatFormat(self.tokenizer, generation, processor=processor_of(self.model))
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -146,6 +148,7 @@ class Components:
             note=self.note,
             players=players(self.config, self.policies),
             get_tasks=self.tasks.given,
+            task_images=self.tasks.images,
         )
 
 

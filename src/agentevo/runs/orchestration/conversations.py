@@ -17,17 +17,19 @@ from transformers import PreTrainedTokenizerBase
 
 from agentevo.config import RunConfig, check_sft
 from agentevo.data import RowError, RowReport, check_source, read_conversations
+from agentevo.data.message_images import ImageCollector
 from agentevo.errors import ConfigError
-from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.chat.chat_format import NO_IMAGES, ChatFormat, chat_of
 from agentevo.models.compute.positions import context_length, row_limit
 from agentevo.models.files.load import LoadedModel
+from agentevo.models.vision.processor import VisionProcessor
 from agentevo.observability import LiveView
 from agentevo.runs.folder.run_folder import check_run_folder, read_store
 from agentevo.runs.orchestration.batch_sources import BatchSource
 from agentevo.runs.orchestration.cold_start import solver_samples
 from agentevo.runs.orchestration.collect import Collected
 from agentevo.runs.orchestration.players import check_solver
-from agentevo.runs.orchestration.preference_data import check_tokenizer
+from agentevo.runs.orchestration.preference_data import check_tokenizer, stored_images
 from agentevo.runs.orchestration.rollout_sources import StopAskedError
 from agentevo.runtime.seeds import derive_seed
 from agentevo.training.assistant_tokens import AssistantTokens, TokenRow
@@ -35,6 +37,7 @@ from agentevo.training.learner import PreparedBatch
 from agentevo.training.pairs import answer_of
 from agentevo.training.supervised import plan_batches
 from agentevo.types import Sample, Trajectory
+from agentevo.types.images import ImageFile, images_of_samples
 
 HELD_OUT = "sft/eval/"
 """Prefix of the metrics on held-out conversations."""
@@ -52,6 +55,8 @@ class SFTData:
     train: Conversations = field(default_factory=dict)
     held_out: Conversations = field(default_factory=dict)
     reports: list[RowReport] = field(default_factory=list)
+    images: dict[str, ImageFile] = field(default_factory=dict)
+    """Maps a digest to an image of the conversations."""
 
     def sizes(self) -> dict[str, int]:
         """Conversation -> its tokens."""
@@ -67,6 +72,7 @@ class SFTData:
             for row in (row for rows in conversations.values() for row in rows):
                 digest.update(struct.pack("<q", len(row.ids)) + row.ids.tobytes())
                 digest.update(row.mask.tobytes())
+                digest.update("".join(span.digest for span in row.images).encode())
             digest.update(b"|")
         return digest.hexdigest()
 
@@ -93,6 +99,8 @@ class ConversationBatches(BatchSource):
         self._data = data
         self.measure: Callable[..., dict[str, float] | None] | None = None
         """SupervisedTrainer.held_out of the trainer that trains on the conversations."""
+        self.show: Callable[[Mapping[str, ImageFile]], None] = lambda images: None
+        """SupervisedTrainer.show of that trainer."""
         seed = derive_seed(config.run.seed, "sft-order")
         self._batches = plan_batches(data.sizes(), config.sft, seed)
         self.num_steps = len(self._batches)
@@ -107,7 +115,8 @@ class ConversationBatches(BatchSource):
 
     def prepare(self, collected: Collected, step: int) -> PreparedBatch:
         """The conversations are trained on as they are."""
-        return PreparedBatch(collected.data_items)
+        samples = collected.data_items
+        return PreparedBatch(samples, images=images_of_samples(samples, self._data.images))
 
     def evaluate(self, stop: Callable[[], bool]) -> dict[str, float]:
         """Loss, perplexity and token accuracy on the held-out conversations, if there are any.
@@ -115,6 +124,8 @@ class ConversationBatches(BatchSource):
         if not self._held_out:
             return {}
         assert self.measure is not None
+        if images := images_of_samples(self._held_out, self._data.images):
+            self.show(images)
         metrics = self.measure(self._held_out, stop=stop)
         if metrics is None:
             raise StopAskedError("stopped while evaluating")
@@ -212,10 +223,12 @@ def read_sft_data(
     context = context_length(loaded.model.config)
     chat = None
     if config.environment is not None:
-        chat = ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+        chat = chat_of(loaded)
 
     try:
-        return load_sft_data(config, loaded.tokenizer, chat, context, view, stop=stop)
+        return load_sft_data(
+            config, loaded.tokenizer, chat, context, view, processor=loaded.processor, stop=stop
+        )
     except StopAskedError:
         return None
 
@@ -227,16 +240,27 @@ def load_sft_data(
     context_length: int,
     view: LiveView,
     *,
+    processor: VisionProcessor | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> SFTData:
-    """Reads and encodes everything. Raises ConfigError if no row is left to train on, and
-    StopAskedError when `stop()` becomes true while it reads. Demonstrations need `chat`."""
+    """Reads and encodes everything. `processor`: the model's, if it sees. Raises ConfigError if no
+    row is left to train on, and StopAskedError when `stop()` becomes true while it reads.
+    Demonstrations need `chat`."""
     section = config.data
     conversations = SFTData()
     limit = row_limit(context_length, section.max_tokens)
+    images = None if processor is None else ImageCollector()
+    encoder = AssistantTokens(
+        tokenizer,
+        max_tokens=limit,
+        train_on=section.train_on,
+        too_long=section.too_long,
+        processor=processor,
+        images=NO_IMAGES if images is None else images.files,
+    )
     if section.train:
         conversations.train |= _from_files(
-            config, section.train, "train", tokenizer, limit, conversations.reports, view, stop
+            config, section.train, "train", encoder, images, conversations.reports, view, stop
         )
 
     if section.demonstrations:
@@ -247,17 +271,18 @@ def load_sft_data(
         conversations.train |= _fitting(samples, "demonstrations", limit, conversations.reports)
 
     if section.best_of is not None:
-        conversations.train |= _fitting(
-            *_best_attempts(config, section.best_of, tokenizer), limit, conversations.reports
-        )
+        samples, report, shown = _best_attempts(config, section.best_of, tokenizer)
+        conversations.train |= _fitting(samples, report, limit, conversations.reports)
+        conversations.images |= shown
 
     if section.eval:
         conversations.held_out |= _from_files(
-            config, section.eval, "eval", tokenizer, limit, conversations.reports, view, stop
+            config, section.eval, "eval", encoder, images, conversations.reports, view, stop
         )
     elif section.eval_share:
         conversations.held_out = _hold_out(conversations.train, section.eval_share, config.run.seed)
 
+    conversations.images |= {} if images is None else images.files
     for line in (line for report in conversations.reports for line in report.lines()):
         (view.warn if LEFT_OUT in line else view.note)(line)
 
@@ -274,8 +299,8 @@ def _from_files(
     config: RunConfig,
     sources: Sequence[str],
     kind: str,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int,
+    encoder: AssistantTokens,
+    images: ImageCollector | None,
     reports: list[RowReport],
     view: LiveView,
     stop: Callable[[], bool],
@@ -285,11 +310,8 @@ def _from_files(
     conversations = Conversations()
     reports.append(report)
 
-    encoder = AssistantTokens(
-        tokenizer, max_tokens=limit, train_on=section.train_on, too_long=section.too_long
-    )
     for source in sources:
-        for conversation in read_conversations(source, section.format, report):
+        for conversation in read_conversations(source, section.format, report, images):
             if stop():
                 raise StopAskedError("stopped while reading conversations")
 
@@ -329,16 +351,18 @@ def _fitting(
                 ),
             )
         else:
-            conversations[name] = [TokenRow(name, s.ids, s.loss_mask) for s in members]
+            conversations[name] = [
+                TokenRow(name, s.ids, s.loss_mask, s.images, s.processor) for s in members
+            ]
 
     return conversations
 
 
 def _best_attempts(
     config: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[Sample], RowReport]:
+) -> tuple[list[Sample], RowReport, dict[str, ImageFile]]:
     """Rejection sampling: the samples of the best stored training attempts, at most `per_task` for
-    each task, and an account of all attempts."""
+    each task, an account of all attempts, and the images of the samples."""
     check_tokenizer(folder, tokenizer, "data.best_of", config.model.name)
 
     async def read(store: Any) -> list[Trajectory]:
@@ -347,7 +371,9 @@ def _best_attempts(
         ]
 
     attempts = [t for t in read_store(folder, read) if t.num_completion_tokens()]
-    return best_attempts(attempts, config.data.min_reward, config.data.per_task, str(folder))
+    data = config.data
+    samples, report = best_attempts(attempts, data.min_reward, data.per_task, str(folder))
+    return samples, report, stored_images(folder, samples)
 
 
 def best_attempts(
