@@ -91,6 +91,19 @@ def has_form(observation: object) -> bool:
     return isinstance(observation, Observation)
 
 
+def blocks_of(seen: Seen) -> list[Mapping[str, Any]]:
+    """The observation as content blocks."""
+    parts = (seen,) if isinstance(seen, str) else seen
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else part.source
+        if is_image_part(part.source)
+        else {"type": "image", "image": part.source}
+        for part in parts
+    ]
+
+
 def text_of(seen: Seen) -> str:
     """The text of an observation, without its images."""
     return seen if isinstance(seen, str) else "".join(p for p in seen if isinstance(p, str))
