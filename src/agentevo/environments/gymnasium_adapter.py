@@ -107,7 +107,7 @@ def picture_as_text(picture: str) -> str:
     return ESCAPE.sub("", HIGHLIGHT.sub(r"[\1]", picture)).rstrip("\n")
 
 
-class View(NamedTuple):
+class GymnasiumView(NamedTuple):
     """What the player sees of a state."""
 
     text: str = ""
@@ -115,7 +115,7 @@ class View(NamedTuple):
     form: Any = None
     """The observation itself, if it has a form with images."""
 
-    def differs(self, other: View) -> bool:
+    def differs(self, other: GymnasiumView) -> bool:
         """Whether the player can see a difference. Unknown for a form, so true."""
         same_frame = self.frame is other.frame or np.array_equal(self.frame, other.frame)
         return self.text != other.text or not same_frame or self.form is not None
@@ -296,17 +296,17 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         """The state's number in the published transitions."""
         return int(getattr(self._world.unwrapped, "s", 0)) if self._published else 0
 
-    def _look(self, observation: object) -> View:
+    def _look(self, observation: object) -> GymnasiumView:
         config = self.config
         if self._is_written and not self._has_frames and has_form(observation):
-            return View(form=observation)
+            return GymnasiumView(form=observation)
 
         frame = (
             render_frame(config.id, self._world, config.image_size) if self._has_frames else None
         )
         if self._is_written:
-            return View(as_text(observation), frame)
-        return View(self._characters() if self._drawn else "", frame)
+            return GymnasiumView(as_text(observation), frame)
+        return GymnasiumView(self._characters() if self._drawn else "", frame)
 
     def _characters(self) -> str:
         """The state as the world renders it for a terminal."""
