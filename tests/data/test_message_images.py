@@ -128,16 +128,15 @@ def test_files_of_rows(tmp_path: Path):
     parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "rows.parquet")
 
     files = [str(tmp_path / "rows.jsonl"), str(tmp_path / "rows.parquet")]
-    given = read_tasks(TasksSection(train=files), with_images=True)
+    given = read_tasks(TasksSection(train=files))
     assert [task.id for task in given.train] == ["1", "2", "4", "5"]
     assert given.reports[0].counts() == {"image": 1}
     assert sorted(image.data for image in given.images.values()) == sorted([A, B])
     named = {digest for task in given.train for digest in images_of_task(task)}
     assert named == set(given.images)
 
-    assert [task.id for task in read_tasks(TasksSection(train=files)).train] == ["4"]
-    (tmp_path / "rows.jsonl").write_text(json.dumps(lines[0]))
-    with pytest.raises(ConfigError, match="models read only text here"):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(lines[2]))
+    with pytest.raises(ConfigError, match="an image that can't be used"):
         read_tasks(TasksSection(train=files[:1]))
 
 

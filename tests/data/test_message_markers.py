@@ -10,8 +10,9 @@ from harmony_template import HARMONY, MARKS
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from agentevo.data.message_markers import CUT
-from agentevo.models.chat.chat_format import ChatFormat, special_ids
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.chat.chat_template import ChatTemplate, ToolSchemas
+from agentevo.models.chat.turn_ends import special_ids
 from agentevo.models.tiny_tokenizer import byte_tokenizer
 from agentevo.rewards.reward_model import conversation_ids
 from agentevo.types import Message, ToolCall

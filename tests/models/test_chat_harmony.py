@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentevo.errors import ModelError
-from agentevo.models.chat.chat_format import ChatFormat, end_of_turn_id
+from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.chat.turn_ends import end_of_turn_id
 from agentevo.models.tiny_tokenizer import byte_tokenizer
 from agentevo.types import Message, ToolCall
 

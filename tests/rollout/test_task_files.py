@@ -400,7 +400,7 @@ def test_a_reasoning_gym_set_is_judged_by_its_own_score(tmp_path):
             messages=[Message("assistant", text)],
         )
         attempt = Trajectory(id="a", task_id="t", group_id="g", turns=[turn])
-        return call_function(function, attempt, task, {})()
+        return call_function(function, attempt, task, {}, {})()
 
     assert score(f"<answer>{task.answer}</answer>") == 1.0
     assert score("<answer>no number</answer>") < 1.0

@@ -1,13 +1,14 @@
 """The history that the policy sees in an agent of many turns: the task, and one round for each
-reply with its results. The section `agent.context` decides how it is cut when it becomes long.
+reply with its results. The section `agent.context` decides how it is cut when it becomes long, and
+`agent.history` how many images it keeps.
 
-A cut edits the history, so the next prompt branches at the edit. The turns before and after it are
-trained as the policy saw them.
+A cut edits the history, so the next prompt branches at the edit, and so does an image that becomes
+text. The turns before and after it are trained as the policy saw them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -17,11 +18,14 @@ from agentevo.agents.policy import Policy
 from agentevo.agents.tool_format import Tools
 from agentevo.config.agents import ContextSection
 from agentevo.errors import RequestTooLongError
-from agentevo.types import Message
+from agentevo.types import ImagePart, Message, TextPart
+from agentevo.types.content import content_of, parts_of
+from agentevo.types.images import images_of_messages
 
 T = TypeVar("T")
 
 LEFT_OUT = "[this result is left out]"
+IMAGE_LEFT_OUT = "[an earlier image is left out]"
 _SUMMARY = "What was done and found so far: "
 
 
@@ -39,6 +43,8 @@ class History:
     opening: list[Message]
     """The task."""
     section: ContextSection
+    last_images: int | None = None
+    """How many images of the rounds the policy sees. None: all."""
     num_cuts: int = 0
 
     def __post_init__(self) -> None:
@@ -51,10 +57,17 @@ class History:
         shown = list(self.opening)
         if self._summary:
             last = shown[-1]
-            shown[-1] = replace(last, content=f"{last.text}\n\n{_SUMMARY}{self._summary}")
-        for past_round in self._rounds:
-            shown += [past_round.reply, *past_round.answers]
-        return shown
+            parts = [*parts_of(last), f"\n\n{_SUMMARY}{self._summary}"]
+            shown[-1] = replace(last, content=content_of(parts))
+
+        played = [
+            message
+            for past_round in self._rounds
+            for message in (past_round.reply, *past_round.answers)
+        ]
+        if self.last_images is not None:
+            played = keep_last_images(played, self.last_images)
+        return shown + played
 
     def add(self, reply: Message, answers: list[Message]) -> None:
         self._rounds.append(HistoryRound(reply, answers))
@@ -133,3 +146,21 @@ def _without_results(rounds: list[HistoryRound]) -> list[HistoryRound]:
         HistoryRound(reply, [replace(answer, content=LEFT_OUT) for answer in answers])
         for reply, answers in rounds
     ]
+
+
+def keep_last_images(messages: Sequence[Message], num: int) -> list[Message]:
+    """The messages with the last `num` of their images. Each earlier image becomes
+    IMAGE_LEFT_OUT."""
+    num_old = sum(1 for _ in images_of_messages(messages)) - num
+    kept = []
+    for message in messages:
+        parts: list[str | TextPart | ImagePart] = []
+        for part in parts_of(message):
+            is_old = isinstance(part, ImagePart) and num_old > 0
+            num_old -= is_old
+            parts.append(IMAGE_LEFT_OUT if is_old else part)
+
+        is_edited = IMAGE_LEFT_OUT in parts
+        kept.append(replace(message, content=content_of(parts)) if is_edited else message)
+
+    return kept

@@ -17,6 +17,7 @@ import msgspec
 
 from agentevo.agents.named_texts import Texts
 from agentevo.agents.posted_rewards import PostedReward
+from agentevo.data.message_images import ImageCollector
 from agentevo.data.messages import messages_of, tools_of
 from agentevo.errors import BadRequestError, UnknownNameError, shown
 from agentevo.inference.remote_models.conversations import RemoteConversations
@@ -29,11 +30,13 @@ from agentevo.types import (
     LOWEST_TEMPERATURE,
     MAX_STOP_STRING,
     MAX_STOP_STRINGS,
+    ImagePart,
     Message,
     SamplingOverrides,
     Turn,
 )
 from agentevo.types.copies import copy_of_turn
+from agentevo.types.images import ImageFile
 
 if TYPE_CHECKING:
     from agentevo.inference.conversations.conversation import Conversation
@@ -335,7 +338,7 @@ class Policy:
         engine does not answer in time.
         """
         conversation = self._single()
-        checked_prompt = _check_prompt(prompt)
+        checked_prompt = _check_prompt(prompt, conversation.images)
         self._has_replied = True
         turns = await conversation.complete(
             checked_prompt,
@@ -383,6 +386,25 @@ class Policy:
         agent_policy = self._agents.get(agent, self)
         return agent_policy.files if isinstance(agent_policy, Policy) else {}
 
+    @property
+    def sees_images(self) -> bool:
+        """Whether the model reads images. If not, a message with an image is refused."""
+        return self.conversation.chat.processor is not None
+
+    @property
+    def images(self) -> Mapping[str, ImageFile]:
+        """The images that messages may name, by digest: those of the task, and those that
+        `add_image` or a message has given."""
+        return MappingProxyType(self.conversation.images.files)
+
+    def add_image(self, source: Any, where: str = "an image") -> ImagePart:
+        """Reads an image in any form of data/images.py (bytes, a data URL, a Path, a PIL image, an
+        array [H, W, 3] of uint8) and returns the part that shows it in a message:
+        `Message("user", (policy.add_image(screen), TextPart("What do you see?")))`. Its bytes are
+        kept once, and stored with the attempt if a message shows it. `where` names its place in
+        errors. Raises ImageError."""
+        return self.conversation.images.read(source, where)
+
     def call(self, kind: str, name: str, **attributes: Attribute) -> RunningCall:
         """Records another operation of the agent, so that it appears in traces:
         `async with policy.call("tool", "search"): ...`."""
@@ -422,7 +444,7 @@ class RemoteHandle:
         no further request."""
         turns = await self._remote.complete(
             self.name,
-            messages_of(prompt),
+            messages_of(prompt, self._remote.images),
             tools=None if tools is None else tools_of(tools),
             tool_choice=tool_choice,
             form=form,
@@ -442,10 +464,10 @@ class RemoteHandle:
         return replies[0] if n is None else replies
 
 
-def _check_prompt(prompt: Prompt) -> list[Message] | list[int]:
+def _check_prompt(prompt: Prompt, images: ImageCollector) -> list[Message] | list[int]:
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], int):
         return cast("list[int]", prompt)
-    return messages_of(prompt)
+    return messages_of(prompt, images)
 
 
 def overrides_of(

@@ -49,6 +49,8 @@ class RemotePolicyConversation:
     ) -> None:
         self.name = name
         self.calls = calls
+        self.images = remote.images
+        """See Conversation."""
         self._remote = remote
         self._model = model
         self._sampling = sampling
@@ -162,6 +164,12 @@ class RemoteModelPolicy(Policy):
         self.remote_model = model
         self._conversation = conversation
         self._remote_agents = {"": model}
+
+    @property
+    def sees_images(self) -> bool:
+        """See Policy: by the recipe's remote_models.NAME.sees_images."""
+        assert self.remote is not None and self.remote_model is not None
+        return self.remote.models[self.remote_model].sees_images
 
     def num_tokens(self, turn: int) -> tuple[int, int]:
         return self._conversation.num_tokens(turn)

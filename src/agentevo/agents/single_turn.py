@@ -6,7 +6,8 @@ from agentevo.agents.named_texts import Texts
 from agentevo.agents.policy import Policy
 from agentevo.config.agents import SingleTurnSection, agents
 from agentevo.data.messages import messages_of
-from agentevo.types import QUERY_MESSAGES, ImagePart, Message, Task, TextPart
+from agentevo.types import QUERY_MESSAGES, Message, Task
+from agentevo.types.content import content_of, parts_of
 
 
 @agents.register("single_turn")
@@ -49,14 +50,9 @@ def with_system(chat: list[Message], text: str) -> list[Message]:
     if not text:
         return chat
     if chat and chat[0].role == "system":
-        return [Message("system", _followed_by(chat[0], f"\n\n{text}")), *chat[1:]]
+        content = content_of([*parts_of(chat[0]), f"\n\n{text}"])
+        return [Message("system", content), *chat[1:]]
     return [Message("system", text), *chat]
-
-
-def _followed_by(message: Message, text: str) -> str | tuple[TextPart | ImagePart, ...]:
-    """The message's content with a text behind it."""
-    content = message.content
-    return content + text if isinstance(content, str) else (*content, TextPart(text))
 
 
 def conversation_of(task: Task, *, system: str | None, instruction: str | None) -> list[Message]:
@@ -65,7 +61,7 @@ def conversation_of(task: Task, *, system: str | None, instruction: str | None) 
     query_messages = task.metadata.get(QUERY_MESSAGES)
     chat = messages_of(query_messages) if query_messages else [Message("user", task.query or "")]
     if instruction is not None and chat[-1].role == "user":
-        chat[-1] = Message("user", _followed_by(chat[-1], f"\n{instruction}"))
+        chat[-1] = Message("user", content_of([*parts_of(chat[-1]), f"\n{instruction}"]))
     if system is not None and chat[0].role != "system":
         chat.insert(0, Message("system", system))
     return chat

@@ -91,7 +91,7 @@ class ToolAgent(ToolsAgent):
             opening = form.opening(
                 with_system(self._opening_messages(task, policy), tools.instructions)
             )
-            history = History(opening, self._section.context)
+            history = History(opening, self._section.context, self._section.history.last_images)
             end = await self._play(form, history, policy, tools, progress)
             return await self._outcome(
                 tools,

@@ -16,6 +16,7 @@ from agentevo.agents.single_turn import with_system
 from agentevo.agents.tools.tool import ToolResult
 from agentevo.models.tool_calls import MalformedCall
 from agentevo.types import Message, ToolCall
+from agentevo.types.content import Content, content_of, parts_of
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -82,7 +83,7 @@ class NativeFormat:
 
     def answers(self, parsed: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
         answered = [
-            Message("tool", result.text, tool_call_id=call.id, name=call.name)
+            Message("tool", _content(self._policy, result), tool_call_id=call.id, name=call.name)
             for call, result in zip(parsed.calls, results, strict=True)
         ]
         problems = [
@@ -90,6 +91,15 @@ class NativeFormat:
         ]
         # These results belong to no parsed call.
         return answered + [Message("user", problem) for problem in problems]
+
+
+def _content(policy: Policy, result: ToolResult, before: str = "", after: str = "") -> Content:
+    """What the policy reads of a result, between two texts: with the images if it sees images."""
+    if not result.parts or not policy.sees_images:
+        return f"{before}{result.text}{after}"
+
+    parts = [part if isinstance(part, str) else policy.add_image(part) for part in result.parts]
+    return content_of([before, *parts, after])
 
 
 def _with_ids(reply: Reply) -> Message:
@@ -160,10 +170,9 @@ class ReActFormat:
         return ParsedReply(reply, reply.message, calls, malformed, drawn)
 
     def answers(self, parsed: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
-        texts = [result.text for result in results] + [
-            f"Error: {call.problem}" for call in parsed.malformed
-        ]
-        return [Message("user", f"Observation: {text}") for text in texts]
+        observations = [_content(self._policy, result, "Observation: ") for result in results]
+        problems = [f"Observation: Error: {call.problem}" for call in parsed.malformed]
+        return [Message("user", content) for content in (*observations, *problems)]
 
 
 def read_action(text: str) -> tuple[list[ToolCall], list[MalformedCall]]:
@@ -217,8 +226,8 @@ class SearchTags:
         """See ToolFormat.opening. The rules come before the question, as in the paper."""
         if messages[0].role == "system":
             return messages
-        first = messages[0]
-        return [Message("user", f"{SEARCH_RULES}\n\nQuestion: {first.text}"), *messages[1:]]
+        question = content_of([f"{SEARCH_RULES}\n\nQuestion: ", *parts_of(messages[0])])
+        return [Message("user", question), *messages[1:]]
 
     async def ask(self, messages: Sequence[Message]) -> ParsedReply:
         reply = await self._policy.generate(list(messages), stop=SEARCH_STOP)
@@ -232,4 +241,7 @@ class SearchTags:
         return ParsedReply(reply, reply.message, calls, [], num_tokens)
 
     def answers(self, parsed: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
-        return [Message("user", f"<information>{result.text}</information>") for result in results]
+        return [
+            Message("user", _content(self._policy, result, "<information>", "</information>"))
+            for result in results
+        ]

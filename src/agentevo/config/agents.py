@@ -64,6 +64,15 @@ class ContextSection(Section):
         return self
 
 
+class HistorySection(Section):
+    """Which images of its history the policy sees. Training uses exactly what the policy saw: an
+    image that is replaced edits the history, so the trajectory's tree begins a new branch."""
+
+    last_images: int | None = Field(default=None, ge=1)
+    """Number of last images that the policy sees, such as screenshots. Each earlier one becomes a
+    short text. Images of the task itself always stay, and do not count. Default: all images."""
+
+
 PROMPT = """An agent called a tool and got what stands between <content> and </content>. The agent \
 wants to know: {purpose}
 
@@ -268,6 +277,8 @@ class ToolAgentSection(ActingSection):
     <information> of Search-R1, for one search tool."""
     max_tool_calls: int | None = Field(default=None, ge=1)
     """Maximum number of tool calls per attempt. Default: only the number of turns limits them."""
+    history: HistorySection = HistorySection()
+    """Which images of its history the policy sees."""
     max_calls_per_turn: int = Field(default=16, ge=1)
     """Maximum number of tool calls per reply. They run at the same time; further calls are
     refused."""

@@ -96,6 +96,9 @@ class RemoteModelSection(Section):
     api_key: str | None = None
     """`${env:NAME}`, the environment variable that holds the key; a key itself is refused, since it
     would be written into the run's folder. null sends no key."""
+    sees_images: bool = False
+    """Whether the model takes images. If not, a request with an image is refused, and an agent that
+    it plays reads a text in place of each image of a tool's result."""
     max_new_tokens: int = Field(default=1024, ge=1)
     """Maximum length of a completion, in tokens, if the call does not set it."""
     temperature: float | None = Field(default=None, ge=0)
@@ -157,6 +160,12 @@ class RemoteModelSection(Section):
             raise ValueError(
                 "api: engine runs the model in this process: remove base_url, api_key and extra, "
                 "or set api to the server's API"
+            )
+
+        if self.api == "engine" and self.sees_images:
+            raise ValueError(
+                "api: engine reads text alone: remove sees_images, or set api to the API of a "
+                "server whose model takes images"
             )
 
         if self.api == "engine" and self.model == "tiny":

@@ -10,6 +10,7 @@
     {"type": "image", "data": ..., "mimeType": ...}       MCP
     {"type": "image", "image" | "url" | "path" | "base64": ...}   transformers' chat templates
     PIL.Image.Image, numpy array [H, W, 3] of uint8       pixels, which become a PNG
+    ImageFile                                             an image that was read before
 
 Invariants. The format is that of the content, whatever a name or a media type says. Bytes and
 pixels are limited before anything is decoded. An image that is read has been decoded once, so
@@ -27,7 +28,8 @@ import base64
 import binascii
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,19 +71,36 @@ def is_image_part(part: Any) -> bool:
 
 
 def read_image(
-    source: Any, where: str, *, folder: Path | None = None, limits: ImageLimits = LIMITS
+    source: Any,
+    where: str,
+    *,
+    folder: Path | None = None,
+    limits: ImageLimits = LIMITS,
+    known: Container[str] = (),
 ) -> ImageFile:
     """The image in any form of the module's list. `where` names its place in messages. `folder`:
-    allows texts that are paths, relative to it. Raises ImageError."""
-    if _is_pixels(source):
+    allows texts that are paths, relative to it. `known`: digests of images that were read before,
+    which are not decoded again. Raises ImageError."""
+    while isinstance(source, Mapping):
+        source = image_source(source, where)
+
+    if isinstance(source, ImageFile):
+        return source
+    if isinstance(source, np.ndarray) or is_pillow(source):
         return _of_pixels(source, where, limits)
 
-    if isinstance(source, Mapping):
-        return read_image(_within(source, where), where, folder=folder, limits=limits)
+    data = _bytes_of(source, where, folder, limits)
+    if known and sha256(data).hexdigest() in known:
+        return image_file(data, _header(data, where).media_type)
+    return _checked(data, where, limits)
+
+
+def _bytes_of(source: Any, where: str, folder: Path | None, limits: ImageLimits) -> bytes:
+    """The content of the image's file."""
     if isinstance(source, bytes | bytearray | memoryview):
-        return _checked(bytes(source), where, limits)
+        return bytes(source)
     if isinstance(source, Path):
-        return _checked(_read_file(source, where, limits), where, limits)
+        return _read_file(source, where, limits)
     if isinstance(source, str):
         return _of_text(source, where, folder, limits)
 
@@ -112,8 +131,9 @@ def image_size(image: ImageFile, where: str) -> tuple[int, int]:
     return header.width, header.height
 
 
-def _within(part: Mapping[Any, Any], where: str) -> Any:
-    """What a mapping holds as its image."""
+def image_source(part: Mapping[Any, Any], where: str) -> Any:
+    """What a mapping holds as its image: bytes, a text, pixels, or another mapping. Raises
+    ImageError."""
     url = part.get("image_url")
     source = part.get("source")
     if isinstance(source, Mapping):
@@ -142,9 +162,9 @@ def _within(part: Mapping[Any, Any], where: str) -> Any:
     )
 
 
-def _of_text(text: str, where: str, folder: Path | None, limits: ImageLimits) -> ImageFile:
+def _of_text(text: str, where: str, folder: Path | None, limits: ImageLimits) -> bytes:
     if text[:5].lower() == "data:":
-        return _checked(_of_data_url(text, where, limits), where, limits)
+        return _of_data_url(text, where, limits)
 
     if _SCHEME.match(text):
         raise ImageError(
@@ -158,7 +178,7 @@ def _of_text(text: str, where: str, folder: Path | None, limits: ImageLimits) ->
             "(data:image/png;base64,...)"
         )
 
-    return _checked(_read_file(folder / text, where, limits), where, limits)
+    return _read_file(folder / text, where, limits)
 
 
 def _of_data_url(url: str, where: str, limits: ImageLimits) -> bytes:
@@ -258,10 +278,10 @@ def _check_still(image: Image, where: str) -> None:
         raise ImageError(f"{where} is animated: give one frame as a PNG")
 
 
-def _is_pixels(source: Any) -> bool:
-    kinds = type(source).__mro__
-    return isinstance(source, np.ndarray) or any(
-        kind.__module__ == "PIL.Image" and kind.__name__ == "Image" for kind in kinds
+def is_pillow(source: Any) -> bool:
+    """Whether it is an image of Pillow, which need not be installed here."""
+    return any(
+        kind.__module__ == "PIL.Image" and kind.__name__ == "Image" for kind in type(source).__mro__
     )
 
 

@@ -71,10 +71,14 @@ class ImageCollector:
         """Maps a digest to the image."""
         self._limits = limits
 
+    def add(self, image: ImageFile) -> None:
+        """Keeps an image that was read before."""
+        self.files.setdefault(image.part.sha256, image)
+
     def read(self, source: Any, where: str) -> ImagePart:
         """The image in any form of data/images.py, as a part by digest. Raises ImageError."""
-        image = read_image(source, where, folder=self.folder, limits=self._limits)
-        self.files.setdefault(image.part.sha256, image)
+        image = read_image(source, where, folder=self.folder, limits=self._limits, known=self.files)
+        self.add(image)
         return image.part
 
 

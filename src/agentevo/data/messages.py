@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, cast, get_args
+from typing import Any, Protocol, cast, get_args
 
 import msgspec
 
 from agentevo.data.images import is_image_part
-from agentevo.data.message_images import ImageCollector
 from agentevo.errors import BadRequestError, shown
 from agentevo.types import ImagePart, Message, Role, TextPart, ToolCall
+from agentevo.types.content import content_of
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """The keys with the assistant's reasoning in data sets, clients and templates."""
@@ -35,7 +35,15 @@ MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASON
 _ROLES = get_args(Role)
 
 
-def messages_of(values: Sequence[Any], images: ImageCollector | None = None) -> list[Message]:
+class ImageReader(Protocol):
+    """Reads images of messages, such as an ImageCollector."""
+
+    def read(self, source: Any, where: str) -> ImagePart:
+        """The image in any form of data/images.py, as a part by digest. Raises ImageError."""
+        ...
+
+
+def messages_of(values: Sequence[Any], images: ImageReader | None = None) -> list[Message]:
     """Messages, each given as a Message or as a mapping in OpenAI's form. `images` reads the parts
     that hold an image (data/images.py), which becomes a part by digest; without it, they are
     refused."""
@@ -124,7 +132,7 @@ def tools_of(values: Sequence[Any]) -> list[dict[str, Any]]:
     return tools
 
 
-def _message(value: Any, where: str, images: ImageCollector | None) -> Message:
+def _message(value: Any, where: str, images: ImageReader | None) -> Message:
     if isinstance(value, Message):
         return value
 
@@ -170,9 +178,9 @@ def _text(value: Mapping[str, Any], key: str, where: str) -> str | None:
 
 
 def _content(
-    content: Any, may_be_none: bool, where: str, images: ImageCollector | None
+    content: Any, may_be_none: bool, where: str, images: ImageReader | None
 ) -> str | tuple[TextPart | ImagePart, ...]:
-    """The content. Text parts without other parts become a single text."""
+    """The content, in its only form (types/content.py)."""
     if isinstance(content, str):
         return content
     if content is None and may_be_none:
@@ -182,16 +190,11 @@ def _content(
         kind = "missing" if content is None else f"a {type(content).__name__}"
         raise BadRequestError(f"{where}: content is {kind}: give a text or a list of parts")
 
-    parts = tuple(
-        _part(part, f"{where}, part {n}", images) for n, part in enumerate(content, start=1)
-    )
-    if any(isinstance(part, ImagePart) for part in parts):
-        return parts
-
-    return "".join(part.text for part in parts if isinstance(part, TextPart))
+    parts = [_part(part, f"{where}, part {n}", images) for n, part in enumerate(content, start=1)]
+    return content_of(parts)
 
 
-def _part(part: Any, where: str, images: ImageCollector | None) -> TextPart | ImagePart:
+def _part(part: Any, where: str, images: ImageReader | None) -> TextPart | ImagePart:
     if isinstance(part, TextPart | ImagePart):
         return part
     if images is not None and is_image_part(part) and "sha256" not in part:
@@ -200,8 +203,8 @@ def _part(part: Any, where: str, images: ImageCollector | None) -> TextPart | Im
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind not in ("text", "image"):
         raise BadRequestError(
-            f'{where} is of type {kind!r}: use {{"type": "text", "text": ...}}; models read text '
-            "alone here, so leave pictures and files out"
+            f'{where} is of type {kind!r}: use {{"type": "text", "text": ...}}, and leave out what '
+            "models don't read here"
         )
 
     try:

@@ -29,6 +29,9 @@ from pydantic import Field, field_validator
 
 from agentevo.errors import AgentEvoError
 from agentevo.rewards.reward import RewardConfig, ScorerModel
+from agentevo.types import ImagePart, TextPart
+from agentevo.types.content import Content
+from agentevo.types.images import ImageFile
 
 THOUGHT_TAGS = {
     "<think>": "</think>",
@@ -249,6 +252,10 @@ class JudgeOptions(RewardConfig):
     """The time limit of one score, in seconds, for all models together. Beyond it, the attempt is
     recorded as failed."""
 
+    images: int = Field(default=0, ge=0, le=64)
+    """How many of an attempt's last images the judge sees, such as screenshots. Its `models` must
+    take images (remote_models.NAME.sees_images). Default: none; the judge reads how many there
+    are."""
     calibration: str | None = None
     """The file that `agentevo judge` wrote for this judge. Training is refused if the
     file belongs to another judge, or if a value misses its threshold."""
@@ -286,7 +293,7 @@ class JudgeAnswer(Generic[T]):
 async def ask_in_order(
     models: Mapping[str, ScorerModel],
     names: Sequence[str],
-    question: str,
+    question: Content,
     read: Callable[[str], T],
     *,
     until: float,
@@ -294,13 +301,16 @@ async def ask_in_order(
     correction: Callable[[str], str],
     seed: int | None = None,
     schema: Mapping[str, Any] | None = None,
+    images: Mapping[str, ImageFile] | None = None,
 ) -> JudgeAnswer[T]:
-    """The first usable answer. Each model gets its share of the time until the monotonic time
-    `until`. `schema` is the schema of the answer. Servers that support schemas enforce it. `read`
-    receives a model's text after its reasoning, and raises UnusableError if the text can't be used.
-    The model then gets one more request, with the `correction`. Raises NoScoreError with the
-    problem of each model."""
+    """The first usable answer. `images`: maps a digest to the image, if the question has any. Each
+    model gets its share of the time until the monotonic time `until`. `schema` is the schema of the
+    answer. Servers that support schemas enforce it. `read` receives a model's text after its
+    reasoning, and raises UnusableError if the text can't be used. The model then gets one more
+    request, with the `correction`. Raises NoScoreError with the problem of each model."""
     options: dict[str, Any] = {"seed": seed, "schema": schema}
+    if not isinstance(question, str):
+        options["images"] = images
     options = {name: value for name, value in options.items() if value is not None}
     problems = []
     for index, name in enumerate(names):
@@ -330,6 +340,20 @@ async def ask_in_order(
     )
 
 
+def with_images(
+    question: str, images: Sequence[ImagePart], intro: str, name: Callable[[ImagePart], str]
+) -> Content:
+    """The question behind its images, if there are any: the intro, and each image behind its
+    name."""
+    if not images:
+        return question
+
+    parts: list[TextPart | ImagePart] = [TextPart(intro)]
+    for image in images:
+        parts += [TextPart(f"\n{name(image)}:\n"), image]
+    return (*parts, TextPart(f"\n{question}"))
+
+
 async def all_or_first_error(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """The results of all coroutines. A failure does not cancel the others, because their requests
     are paid and their answers stored. Raises the first failure after all have ended."""
@@ -344,11 +368,11 @@ async def all_or_first_error(coroutines: Sequence[Coroutine[Any, Any, T]]) -> li
 
 async def _ask(
     generate: Callable[..., Awaitable[Any]],
-    question: str,
+    question: Content,
     read: Callable[[str], T],
     correction: Callable[[str], str],
 ) -> tuple[T, str]:
-    messages = [{"role": "user", "content": question}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     reply = await generate(messages)
     try:
         return read(text_after_reasoning(reply)), reply.text

@@ -19,6 +19,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -32,6 +33,7 @@ from agentevo.runtime.event_loop import in_thread
 from agentevo.runtime.registry import Registry
 from agentevo.runtime.user_code import construct
 from agentevo.types import Task, Trajectory
+from agentevo.types.images import ImageFile
 
 R = TypeVar("R")
 PARAMETERS = (
@@ -42,17 +44,19 @@ PARAMETERS = (
     "query",
     "metadata",
     "models",
+    "images",
     "model_answer",
     "solution_str",
     "ground_truth",
     "data_source",
     "extra_info",
 )
-"""The parameters that a reward function can have. The first seven are the policy's last reply, the
-task, the whole attempt, the task's answer, query and metadata, and the run's remote models by name.
-The last five are names from AgentRL and verl. `model_answer` is the answer that the reply states
-(at the task's `answer_schema`, else `auto`), `solution_str` the last reply, `ground_truth` the
-task's answer. `data_source` and `extra_info` are columns of its row."""
+"""The parameters that a reward function can have. The first eight are the policy's last reply, the
+task, the whole attempt, the task's answer, query and metadata, the run's remote models by name, and
+the images that the attempt's messages name, by digest (types.images.ImageFile). The last five are
+names from AgentRL and verl. `model_answer` is the answer that the reply states (at the task's
+`answer_schema`, else `auto`), `solution_str` the last reply, `ground_truth` the task's answer.
+`data_source` and `extra_info` are columns of its row."""
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -131,14 +135,20 @@ class Scorer(Protocol):
     """Scores attempts separately. It may raise an error: the attempt is then recorded as failed."""
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
-        """It can also have the parameters `models`, the run's remote models by name, and `policy`,
-        a ScoredPolicy. A scorer with `policy` can have a method `async prepare(tasks, policy)`,
-        which is awaited before the first score."""
+        """It can also have the parameters `models`, the run's remote models by name, `images`, the
+        images that the attempt's messages name, by digest, and `policy`, a ScoredPolicy. A scorer
+        with `policy` can have a method `async prepare(tasks, policy)`, which is awaited before the
+        first score."""
         ...
 
 
 class ScorerModel(Protocol):
     """A remote model of the run, for a scorer."""
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether it takes images."""
+        ...
 
     async def generate(
         self,
@@ -148,11 +158,12 @@ class ScorerModel(Protocol):
         attempt: str = "",
         seed: int | None = None,
         schema: Mapping[str, Any] | None = None,
+        images: Mapping[str, ImageFile] = MappingProxyType({}),
     ) -> Any:
         """The reply: `text` is the model's text, and `finish_reason` is `length` if it was cut off.
         `role` and `attempt` describe the call in the price log. `seed` is passed to servers that
         support seeds. `schema` is the JSON schema of the answer, which the server enforces if it
-        can."""
+        can. `images`: maps a digest to the image, for those that messages name."""
         ...
 
 
@@ -191,7 +202,8 @@ class GroupScorer(Protocol):
     async def score_group(
         self, trajectories: Sequence[Trajectory], task: Task
     ) -> Sequence[Score | Unscored]:
-        """The method may have the parameter `models`, the run's remote models by name."""
+        """The method may have the parameters `models`, the run's remote models by name, and
+        `images`, the images that the attempts' messages name, by digest."""
         ...
 
 
@@ -307,6 +319,7 @@ def call_function(
     trajectory: Trajectory,
     task: Task,
     models: Mapping[str, ScorerModel],
+    images: Mapping[str, ImageFile],
 ) -> Callable[[], Any]:
     """A function without parameters that calls the reward function with its arguments."""
     reply = completion_of(trajectory)
@@ -323,6 +336,7 @@ def call_function(
         "data_source": lambda: task.metadata.get("data_source"),
         "extra_info": lambda: task.metadata.get("extra_info"),
         "models": lambda: models,
+        "images": lambda: images,
     }
     names = _parameter_names(function)
     return lambda: function(**{name: available[name]() for name in names})
@@ -333,12 +347,13 @@ def call_scorer(
     trajectory: Trajectory,
     task: Task,
     models: Mapping[str, ScorerModel],
+    images: Mapping[str, ImageFile],
     policy: ScoredPolicy | None = None,
     sandboxes: Any = None,
 ) -> Any:
-    """The coroutine of a scorer's `score`. The scorer gets the remote models, the policy and
-    sandboxes if it has parameters for them."""
-    available = {"models": models, "policy": policy, "sandboxes": sandboxes}
+    """The coroutine of a scorer's `score`. The scorer gets the remote models, the images, the
+    policy and sandboxes if it has parameters for them."""
+    available = {"models": models, "images": images, "policy": policy, "sandboxes": sandboxes}
     return scorer.score(trajectory, task, **_arguments_for(scorer.score, available))
 
 
@@ -347,10 +362,11 @@ def call_group_scorer(
     trajectories: Sequence[Trajectory],
     task: Task,
     models: Mapping[str, ScorerModel],
+    images: Mapping[str, ImageFile],
 ) -> Any:
-    """The coroutine of a scorer's `score_group`. The scorer gets the remote models if it has a
-    parameter for them."""
-    arguments = _arguments_for(scorer.score_group, {"models": models})
+    """The coroutine of a scorer's `score_group`. The scorer gets the remote models and the images
+    if it has parameters for them."""
+    arguments = _arguments_for(scorer.score_group, {"models": models, "images": images})
     return scorer.score_group(trajectories, task, **arguments)
 
 

@@ -12,6 +12,9 @@ answers, and a local judge repeats its answers. Markup of servers and chat templ
 
 The common beginning of all attempts is shown once. An attempt can have several histories, each a
 path through its tree of turns. A history that continues an earlier one says where it continues.
+
+A judge that sees images gets the last ones of each attempt. A line names the images of its message
+by their digests, and so does a text before each image.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import takewhile
 
-from agentevo.types import Message, RemoteTurn, TextPart, Trajectory, Turn
+from agentevo.types import ImagePart, Message, RemoteTurn, Trajectory, Turn
+from agentevo.types.images import images_of_messages
 
 _HIDDEN = re.compile(
     "[\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff"
@@ -45,6 +49,8 @@ class TranscriptLimits:
 
     message: int
     attempt: int
+    images: int = 0
+    """The last images of an attempt that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,8 @@ class ShownGroup:
     """The further lines of each attempt. Equal attempts appear once, in an order by content."""
     attempt_of_trajectory: tuple[int, ...]
     """The index of each trajectory in `attempts`."""
+    images: tuple[ImagePart, ...] = ()
+    """The last images of the attempts, each once. A line names an image by image_name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +81,8 @@ def shown_group(trajectories: Sequence[Trajectory], limits: TranscriptLimits) ->
     """The judge's view of the attempts at a task, independent of their order. Raises ValueError for
     an attempt without a message."""
     most = min(limits.message, limits.attempt // 2)
-    all_turns = [_lines_of_turns(trajectory, most) for trajectory in trajectories]
+    has_images = limits.images > 0
+    all_turns = [_lines_of_turns(trajectory, most, has_images) for trajectory in trajectories]
     all_histories = [
         _histories_of(*arguments) for arguments in zip(trajectories, all_turns, strict=True)
     ]
@@ -109,8 +118,17 @@ def shown_group(trajectories: Sequence[Trajectory], limits: TranscriptLimits) ->
     )
     context = [line.shown for line in all_histories[firsts[0]][0][:common]]
     tools = _tool_lines([trajectories[index] for index in firsts])
+    shown_images = {
+        part.sha256: part
+        for index in firsts
+        for part in last_images(trajectories[index], limits.images)
+    }
     return ShownGroup(
-        tuple(_within(context, limits.attempt)), tools, attempts, attempt_of_trajectory
+        tuple(_within(context, limits.attempt)),
+        tools,
+        attempts,
+        attempt_of_trajectory,
+        tuple(shown_images.values()),
     )
 
 
@@ -118,10 +136,24 @@ def _turns(trajectory: Trajectory) -> Sequence[Turn | RemoteTurn]:
     return trajectory.turns or trajectory.remote_turns
 
 
-def _lines_of_turns(trajectory: Trajectory, longest: int) -> dict[int, list[_TranscriptLine]]:
+def last_images(trajectory: Trajectory, num: int) -> list[ImagePart]:
+    """The last `num` different images of an attempt, in their order."""
+    messages = [message for turn in _turns(trajectory) for message in turn.messages]
+    last = {part.sha256: part for part in reversed(list(images_of_messages(messages)))}
+    return list(last.values())[:num][::-1]
+
+
+def image_name(image: ImagePart) -> str:
+    """The name of an image in a judge's view."""
+    return image.sha256[:16]
+
+
+def _lines_of_turns(
+    trajectory: Trajectory, longest: int, has_images: bool
+) -> dict[int, list[_TranscriptLine]]:
     """Maps the index of each turn to its messages."""
     return {
-        turn.index: [_line(message, longest) for message in turn.messages]
+        turn.index: [_line(message, longest, has_images) for message in turn.messages]
         for turn in _turns(trajectory)
     }
 
@@ -193,13 +225,9 @@ def _attempt_lines(
     return lines
 
 
-def _line(message: Message, longest: int) -> _TranscriptLine:
-    images = 0 if isinstance(message.content, str) else len(message.content)
-    images -= (
-        0
-        if isinstance(message.content, str)
-        else sum(isinstance(part, TextPart) for part in message.content)
-    )
+def _line(message: Message, longest: int, has_images: bool) -> _TranscriptLine:
+    """`has_images`: the judge sees some images, so the line names those of the message."""
+    images = list(images_of_messages([message]))
 
     def fields(longest: int | None) -> dict[str, object]:
         values = {
@@ -207,7 +235,8 @@ def _line(message: Message, longest: int) -> _TranscriptLine:
             "name": message.name,
             "reasoning": clip(message.reasoning, longest),
             "content": clip(message.text, longest),
-            "images_not_shown": images,
+            "images": list(map(image_name, images)) if has_images else [],
+            "images_not_shown": 0 if has_images else len(images),
             "tool_calls": [
                 {"name": clip(call.name, longest), "arguments": clip(call.arguments, longest)}
                 for call in message.tool_calls

@@ -43,6 +43,7 @@ from agentevo.errors import (
     describe_error,
 )
 from agentevo.inference.engine import Engine
+from agentevo.rollout.attempt_images import put_images_of_tasks
 from agentevo.rollout.group import RolloutGroup, write_group
 from agentevo.rollout.sampler import BASELINE, Sampler
 from agentevo.runtime.retry import with_retries
@@ -459,6 +460,7 @@ class OutsideSessions:
 
     async def _add(self, task: Task) -> None:
         """Registers the task. Raises Refusal if the run has another task with the same id."""
+        await put_images_of_tasks(self._store, [task], self._sampler.task_images)
         try:
             await self._retry(lambda: self._store.add_tasks([task], queue=False))
         except StoreUnavailableError:

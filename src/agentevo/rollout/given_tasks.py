@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,20 @@ TASKS_FILE = "tasks.json"
 BAD_ROWS = "bad_rows.jsonl"
 
 
+class TaskList(list[Task]):
+    """Tasks that a program gives, with the images that they name."""
+
+    def __init__(self, tasks: Iterable[Task] = (), images: Mapping[str, ImageFile] | None = None):
+        super().__init__(tasks)
+        self.images = dict(images or {})
+        """Maps a digest to the image."""
+
+
+def images_of_list(tasks: Sequence[Task] | None) -> dict[str, ImageFile]:
+    """The images of a TaskList. Empty for other lists."""
+    return tasks.images if isinstance(tasks, TaskList) else {}
+
+
 @dataclass(frozen=True)
 class GivenTasks:
     """The tasks that were read, with the reports on their rows."""
@@ -77,19 +91,17 @@ def read_tasks(
     agent: AgentSection | None = None,
     *,
     train_key: str = "tasks.train",
-    with_images: bool = False,
 ) -> GivenTasks:
-    """Reads tasks that the agent in the section `agent` can use. `train_key`: the name of the
-    training tasks in messages. `with_images`: reads the images of rows; otherwise rows with images
-    are left out, because the model reads only text. Raises ConfigError for sources that can't be
-    read, for sources without a usable row, and for a bad row if the recipe does not allow bad
-    rows."""
+    """Reads tasks that the agent in the section `agent` can use, with the images of their rows.
+    `train_key`: the name of the training tasks in messages. Raises ConfigError for sources that
+    can't be read, for sources without a usable row, and for a bad row if the recipe does not allow
+    bad rows."""
     for key, sources in ((train_key, section.train), ("tasks.eval", section.eval)):
         for source in sources:
             check_source(source, key)
 
     reports = [RowReport(train_key), RowReport("tasks.eval")]
-    images = ImageCollector() if with_images else None
+    images = ImageCollector()
     read = partial(_read_source, section.fields, {}, isinstance(agent, CodeAgentSection), images)
     by_source = [read(reports[0], source) for source in section.train]
     train = [task for tasks in by_source for task in tasks]
@@ -110,23 +122,21 @@ def read_tasks(
         raise ConfigError("\n".join([f"tasks.weights: no row of {empty[0]} is a task", *lines]))
 
     sizes, held_sizes = (tuple(map(len, pools)) for pools in (by_source, held_by_source))
-    files = {} if images is None else images.files
-    return GivenTasks(train, held_out, reports, sizes, held_sizes, files)
+    return GivenTasks(train, held_out, reports, sizes, held_sizes, images.files)
 
 
 def _read_source(
     fields: TaskFields,
     taken: dict[str, str],
     has_files: bool,
-    images: ImageCollector | None,
+    images: ImageCollector,
     report: RowReport,
     source: str,
 ) -> list[Task]:
     """`taken`: maps an id to the place where the task with that id was read. `has_files`: whether
     the agent receives a task's files. `images`: reads the images of rows."""
-    if images is not None:
-        path = Path(source).expanduser()
-        images.folder = path.parent if path.is_file() else path if path.is_dir() else None
+    path = Path(source).expanduser()
+    images.folder = path.parent if path.is_file() else path if path.is_dir() else None
 
     tasks = []
     for row in read_rows(source):
@@ -367,23 +377,29 @@ def tasks_of_agent(section: AgentSection) -> GivenTasks:
     train_tasks = checked_tasks(train, where)
     held_out_tasks = checked_tasks(held_out, where)
     check_unique([*train_tasks, *held_out_tasks], where)
-    return GivenTasks(train_tasks, held_out_tasks, [])
+    images = train_tasks.images | held_out_tasks.images
+    return GivenTasks(train_tasks, held_out_tasks, [], images=images)
 
 
-def checked_tasks(rows: Any, where: str) -> list[Task]:
-    """Tasks as records; a mapping is read like a row of a file. `where` is the name of the list in
-    messages. Raises ConfigError for anything else than a list of tasks."""
+def checked_tasks(rows: Any, where: str) -> TaskList:
+    """Tasks as records; a mapping is read like a row of a file, with its images. `where` is the
+    name of the list in messages. Raises ConfigError for anything else than a list of tasks."""
+    if isinstance(rows, TaskList):
+        return rows
     if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)):
         raise ConfigError(f"{where}: {shown(rows)}: give a list of tasks")
 
-    tasks = []
+    images = ImageCollector()
+    tasks = TaskList()
     for index, row in enumerate(rows):
         try:
             plain = dict(row) if isinstance(row, Mapping) else row
-            tasks.append(plain if isinstance(plain, Task) else task_of(plain, TaskFields()))
+            is_task = isinstance(plain, Task)
+            tasks.append(plain if is_task else task_of(plain, TaskFields(), images=images))
         except RowError as error:
             raise ConfigError(f"{where}[{index}]: {error}") from error
 
+    tasks.images = images.files
     return tasks
 
 

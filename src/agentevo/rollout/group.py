@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from agentevo import errors
 from agentevo.agents.agent import Agent, outcome_of
 from agentevo.agents.policy import Policy
+from agentevo.rollout.attempt_images import AttemptImages
 from agentevo.rollout.failures import TIMEOUT_PREFIX, ShowFailure
 from agentevo.runtime.event_loop import TaskScope
 from agentevo.runtime.retry import STORE_RETRY_S, with_retries
@@ -31,6 +32,7 @@ from agentevo.store.records import Lease, Split
 from agentevo.store.store import Store
 from agentevo.store.trace_context import TracedMessage
 from agentevo.types import Outcome, Status, Task, Trajectory, group_of_agent
+from agentevo.types.images import ImageFile
 
 MAX_OBSERVATION_CHARS = 4_000
 """The maximum number of stored characters of the last observation."""
@@ -43,10 +45,12 @@ limit stops while the engine sleeps, so one wait is not enough."""
 
 
 Score = Callable[
-    [Sequence[Trajectory], Sequence[bool], Mapping[str, AttemptCalls]], Awaitable[list[Trajectory]]
+    [Sequence[Trajectory], Sequence[bool], Mapping[str, AttemptCalls], Mapping[str, ImageFile]],
+    Awaitable[list[Trajectory]],
 ]
-"""Returns the trajectories of one group with their rewards. The other arguments are
-whether each trajectory needs a reward, and the records of its calls (see Scoring.score)."""
+"""Returns the trajectories of one group with their rewards. The other arguments are whether each
+trajectory needs a reward, the records of its calls, and the images that it may name (see
+Scoring.score)."""
 
 
 class InfrastructureFailure(errors.AgentEvoError):
@@ -307,16 +311,19 @@ class RolloutGroup:
         num_wanted: int,
         baseline: tuple[str, GroupAttempt] | None,
         score: Score,
+        images: AttemptImages | None = None,
         on_ended: Callable[[int], None] = lambda number: None,
     ) -> None:
         """The group is complete with `num_wanted` completed members. `baseline`: (group id,
-        attempt). `on_ended` receives the number of ended attempts whenever an attempt ends."""
+        attempt). `images`: where the images of the task come from and those of the attempts go.
+        `on_ended` receives the number of ended attempts whenever an attempt ends."""
         self.task_id = task_id
         self.group_id = group_id
         self.members = list(members)
         self.baseline = baseline
         self._num_wanted = num_wanted
         self._score = score
+        self._images = images
         self._on_ended = on_ended
 
     @property
@@ -326,8 +333,12 @@ class RolloutGroup:
     async def run(self) -> list[Trajectory]:
         """Runs all attempts and returns their trajectories with rewards: the members in order, then
         the baseline. With several agents, the list has this order for each agent, one agent after
-        the other. Raises InfrastructureFailure. If this call fails or is cancelled, it cancels all
-        attempts."""
+        the other. The images that they name are in the store. Raises InfrastructureFailure. If this
+        call fails or is cancelled, it cancels all attempts."""
+        policies = [attempt.policy for attempt in self.attempts]
+        if self._images is not None:
+            await self._images.give(policies)
+
         runs = [
             asyncio.create_task(
                 attempt.run(task_id=self.task_id, group_id=self.group_id, number=number)
@@ -357,7 +368,11 @@ class RolloutGroup:
                     if completed >= self._num_wanted:
                         self.cut(f"cut: {completed} attempts of its group had completed")
 
-            return await self._score_attempts([run.result() for run in runs])
+            scored = await self._score_attempts([run.result() for run in runs])
+            if self._images is not None:
+                await self._images.keep(policies, scored)
+
+            return scored
         finally:
             for run in runs:
                 run.cancel()
@@ -367,13 +382,18 @@ class RolloutGroup:
         """Scores the group and its baseline separately, and each agent separately."""
         unrewarded = set[str]().union(*(attempt.unrewarded for attempt in self.attempts))
         calls = {name: call for attempt in self.attempts for name, call in attempt.calls.items()}
+        images = {
+            digest: image
+            for attempt in self.attempts
+            for digest, image in attempt.policy.images.items()
+        }
         count = len(self.members)
         scored = list[Trajectory]()
         for agent_trajectories in zip(*attempts, strict=True):
             for compared in (agent_trajectories[:count], agent_trajectories[count:]):
                 if compared:
                     needs_reward = [trajectory.id in unrewarded for trajectory in compared]
-                    scored += await self._score(compared, needs_reward, calls)
+                    scored += await self._score(compared, needs_reward, calls, images)
 
         return scored
 

@@ -14,6 +14,7 @@ import secrets
 
 from agentevo.agents.gateway.refusals import Refusal
 from agentevo.config import RunConfig
+from agentevo.rollout.attempt_images import put_images_of_tasks
 from agentevo.rollout.external_attempts import OutsideSession, OutsideSessions
 from agentevo.rollout.task_source import TaskSource
 from agentevo.runtime.retry import with_retries
@@ -89,6 +90,7 @@ class NextTasks:
 
             await self._check_room()
             task = await self._next(tasks)
+            await put_images_of_tasks(self._store, [task], tasks.images)
             await with_retries(
                 lambda: self._store.add_tasks([task]),  # noqa: B023 (awaited before the next)
                 what="add_tasks",

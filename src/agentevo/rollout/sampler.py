@@ -30,12 +30,14 @@ from agentevo.config import RunConfig
 from agentevo.config.named_agents import remote_agents, trained_agents
 from agentevo.config.sections import SamplingSection
 from agentevo.config.self_play import PROPOSER, SOLVER
-from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError
+from agentevo.data.message_images import ImageCollector
+from agentevo.errors import ConfigError, DeadlineExceededError, EngineError, EngineUnavailableError
 from agentevo.inference.conversations.conversation import Conversation
 from agentevo.inference.engine import Engine
 from agentevo.inference.remote_models import RemoteConversations, RemoteModels
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.rewards.baselines import BaselineScorers
+from agentevo.rollout.attempt_images import AttemptImages, put_images_of_tasks
 from agentevo.rollout.failures import FirstFailures
 from agentevo.rollout.group import GroupAttempt, InfrastructureFailure, RolloutGroup, write_group
 from agentevo.rollout.policy_scores import BASELINES, PolicyScores
@@ -51,6 +53,7 @@ from agentevo.store.records import RETRIES, Split
 from agentevo.store.store import Store
 from agentevo.types import SamplingOverrides, SamplingParams, Task, Trajectory, group_of_agent
 from agentevo.types.copies import copy_of_task
+from agentevo.types.images import ImageFile
 
 T = TypeVar("T")
 
@@ -118,13 +121,16 @@ class Sampler:
         players: Mapping[str, Player] = MappingProxyType({}),
         gateway: PolicyGateway | None = None,
         get_tasks: Callable[[], Sequence[Task]] = tuple,
+        task_images: Mapping[str, ImageFile] = MappingProxyType({}),
     ) -> None:
         """`calls` records the calls of attempts, unless it is None. `note` receives the first
         failure of each kind and its traceback at once. `players`: maps the names of several agents
         to their players, in place of `engine`, `chat` and `context_length`. `get_tasks`: returns
         the run's tasks that do not come from an environment, for rewards that need the tasks before
-        training starts. `gateway`: serves the API clients of attempts; by default the sampler
-        creates its own, which listens when an agent first needs it and ends with `close`."""
+        training starts. `task_images`: the images of tasks that this process has read, by digest;
+        the others come from the store. `gateway`: serves the API clients of attempts; by default
+        the sampler creates its own, which listens when an agent first needs it and ends with
+        `close`. Raises ConfigError for tasks with images if no model sees."""
         self._config = config
         self._player = Player(engine, chat, context_length)
         self._players = players
@@ -144,10 +150,18 @@ class Sampler:
         self._teachers = Teachers(config.distillation, self.remote_models, self.failures.show)
         self._baselines = BaselineScorers(config.run_dir / BASELINES)
         self._get_tasks = get_tasks
+        self.use_images(task_images)
         self._preparing: asyncio.Task[None] | None = None
         self._keep_text = TextKeeper(config.run_dir)
         self.declared: dict[str, Declared] = {}
         """The named texts that attempts have used."""
+
+    def use_images(self, images: Mapping[str, ImageFile]) -> None:
+        """Images of tasks, by digest, as the argument `task_images`."""
+        if images:
+            players = self._players.values() or [self._player]
+            _check_sees(self._config, [player.chat for player in players])
+        self.task_images = images
 
     def close(self) -> None:
         """Ends its own gateway and the remote models, if an agent used them, and reports their
@@ -186,6 +200,7 @@ class Sampler:
         store's RetryPolicy allows. After that, raises EngineError, and no part of the group is
         written.
         """
+        await put_images_of_tasks(self._store, tasks, self.task_images)
         await with_retries(lambda: self._store.add_tasks(tasks, queue=False), what="add_tasks")
         labels = (label, BASELINE) if baseline else (label,)
         names = [name for task in tasks for name in self._group_names(task, labels, step)]
@@ -288,8 +303,12 @@ class Sampler:
             num_wanted=attempts,
             baseline=greedy,
             score=partial(self._score, task=shown or task, engines=engines),
+            images=self._images_of(shown or task),
             on_ended=on_ended,
         )
+
+    def _images_of(self, task: Task) -> AttemptImages | None:
+        return AttemptImages(self._store, self.task_images, task)
 
     def check_scorer(self, task: Task) -> None:
         """Raises AgentEvoError if the task's own scorer is unknown, or can't be created."""
@@ -300,6 +319,7 @@ class Sampler:
         trajectories: Sequence[Trajectory],
         unrewarded: Sequence[bool],
         calls: Mapping[str, AttemptCalls],
+        images: Mapping[str, ImageFile],
         *,
         task: Task,
         engines: Mapping[str, Engine],
@@ -319,7 +339,7 @@ class Sampler:
             await self._wait_for_rewards(policy)
 
         scored = await self._scoring.score(
-            trajectories, unrewarded, calls, task=task, policy=policy
+            trajectories, unrewarded, calls, task=task, policy=policy, images=images
         )
         group_id = trajectories[0].group_id
         is_baseline = group_id.startswith(f"{task.id}/{BASELINE}@")
@@ -356,6 +376,7 @@ class Sampler:
         group_id, _, number = name.rpartition("#")
         run_seed = self._config.run.seed
         models = self.remote_models
+        images = ImageCollector()
 
         def conversation(agent: str, trajectory_id: str) -> Conversation:
             player = self._players.get(agent, self._player)
@@ -368,6 +389,7 @@ class Sampler:
                 context_length=player.context_length,
                 timeout_s=self._config.engine.timeout_s,
                 calls=AttemptCalls(self._calls, trajectory_id),
+                images=images,
             )
 
         agents = {
@@ -379,7 +401,9 @@ class Sampler:
         remote = None
         if models:
             seed = derive_seed(run_seed, main.name)
-            remote = RemoteConversations(models, name=main.name, seed=seed, calls=main.calls)
+            remote = RemoteConversations(
+                models, name=main.name, seed=seed, calls=main.calls, images=main.images
+            )
 
         remote_names = remote_agents(self._config)
         attempt_texts = self.texts(texts)
@@ -420,6 +444,15 @@ class Sampler:
         return stored_groups
 
 
+def _check_sees(config: RunConfig, chats: Sequence[ChatFormat]) -> None:
+    if all(chat.processor is None for chat in chats):
+        raise ConfigError(
+            f"tasks: some have images, and model.name={config.model.name} reads text only: choose "
+            "a model that sees, such as Qwen/Qwen2.5-VL-3B-Instruct or "
+            "HuggingFaceTB/SmolVLM-256M-Instruct, or leave those tasks out"
+        )
+
+
 def _final_error(tries: int, error: InfrastructureFailure) -> EngineError:
     kind = (
         EngineUnavailableError
@@ -449,17 +482,31 @@ class RemoteSampler(Sampler):
         super().__init__(config, nothing, nothing, agent, nothing, 0, calls=calls, note=note)
         self._model = model
 
+    def use_images(self, images: Mapping[str, ImageFile]) -> None:
+        """See Sampler. Raises ConfigError if the remote model takes none."""
+        if images and not self.remote_models[self._model].sees_images:
+            raise ConfigError(
+                f"tasks: some have images, and the remote model {self._model} reads text alone: "
+                f"set remote_models.{self._model}.sees_images=true if it takes images, or leave "
+                "those tasks out"
+            )
+        self.task_images = images
+
+    def _images_of(self, task: Task) -> None:
+        """Each attempt has the images of all tasks, and no store keeps those that it shows."""
+
     async def _score(
         self,
         trajectories: Sequence[Trajectory],
         unrewarded: Sequence[bool],
         calls: Mapping[str, AttemptCalls],
+        images: Mapping[str, ImageFile],
         *,
         task: Task,
         engines: Mapping[str, Engine],
     ) -> list[Trajectory]:
         """See Sampler. No reward can use an engine here."""
-        return await self._scoring.score(trajectories, unrewarded, calls, task=task)
+        return await self._scoring.score(trajectories, unrewarded, calls, task=task, images=images)
 
     def policy(
         self,
@@ -482,6 +529,7 @@ class RemoteSampler(Sampler):
         calls = AttemptCalls(self._calls, name)
         seed = derive_seed(self._config.run.seed, name)
         remote = RemoteConversations(self.remote_models, name=name, seed=seed, calls=calls)
+        remote.images.files.update(self.task_images)
         conversation = RemotePolicyConversation(
             remote, self._model, sampling, name=name, calls=calls
         )

@@ -48,6 +48,7 @@ from agentevo.runtime.tracebacks import describe_function, traceback_of
 from agentevo.store.call_log import AttemptCalls
 from agentevo.types import Task, Trajectory
 from agentevo.types.copies import copy_of_task, copy_of_trajectory
+from agentevo.types.images import ImageFile
 
 Calls = Mapping[str, AttemptCalls]
 """Maps a trajectory's id to the record of its calls. Calls of trajectories that are not in the map
@@ -155,7 +156,8 @@ class NamedReward:
             raise prepared
 
     def check(self) -> None:
-        """Raises ConfigError if the reward needs a remote model that the recipe does not have."""
+        """Raises ConfigError if the reward needs a remote model that the recipe does not have, or
+        shows images to one that takes none."""
         for name in getattr(self._item, "models_asked", ()):
             if name not in self._models:
                 raise ConfigError(
@@ -164,6 +166,12 @@ class NamedReward:
                     f"and base_url "
                     "(docs/remote_models.md)"
                 )
+            if getattr(self.config, "images", 0) and not self._models[name].sees_images:
+                raise ConfigError(
+                    f"rewards: {self.config.title} shows images to the remote model {name!r}, and "
+                    f"the recipe does not say that it takes any: set remote_models.{name}."
+                    "sees_images=true, or remove the reward's `images`"
+                )
 
     async def scores(
         self,
@@ -171,15 +179,17 @@ class NamedReward:
         task: Task,
         calls: Calls,
         policy: ScoredPolicy | None,
+        images: Mapping[str, ImageFile],
     ) -> list[Score | ScorerFailure]:
         """A score or a failure for each trajectory, in order. Raises InfrastructureFailure if the
         policy can't be reached."""
         if self.judges_groups:
-            return await self._score_group(trajectories, task, calls)
+            return await self._score_group(trajectories, task, calls, images)
         if policy is None and self.asks_policy:
             return [ScorerFailure(NO_POLICY.format(self.config.title))] * len(trajectories)
         singles = [
-            self._score_single(trajectory, task, calls, policy) for trajectory in trajectories
+            self._score_single(trajectory, task, calls, policy, images)
+            for trajectory in trajectories
         ]
         return list(await asyncio.gather(*singles))
 
@@ -213,7 +223,12 @@ class NamedReward:
             yield note
 
     async def _score_single(
-        self, trajectory: Trajectory, task: Task, calls: Calls, policy: ScoredPolicy | None
+        self,
+        trajectory: Trajectory,
+        task: Task,
+        calls: Calls,
+        policy: ScoredPolicy | None,
+        images: Mapping[str, ImageFile],
     ) -> Score | ScorerFailure:
         trajectory_copy = copy_of_trajectory(trajectory)
         task = copy_of_task(task)
@@ -228,12 +243,12 @@ class NamedReward:
             if hasattr(self._item, "score"):
                 function = self._item.score
                 returned = await call_scorer(
-                    self._item, trajectory_copy, task, self._models, policy, self._sandboxes
+                    self._item, trajectory_copy, task, self._models, images, policy, self._sandboxes
                 )
             else:
                 function = self._item
                 returned = await self._call(
-                    call_function(function, trajectory_copy, task, self._models)
+                    call_function(function, trajectory_copy, task, self._models, images)
                 )
 
             try:
@@ -245,14 +260,20 @@ class NamedReward:
         return await self._within_limit(work, self.config.timeout_s)
 
     async def _score_group(
-        self, trajectories: Sequence[Trajectory], task: Task, calls: Calls
+        self,
+        trajectories: Sequence[Trajectory],
+        task: Task,
+        calls: Calls,
+        images: Mapping[str, ImageFile],
     ) -> list[Score | ScorerFailure]:
         copies = [copy_of_trajectory(t) for t in trajectories]
         task = copy_of_task(task)
 
         async def work() -> list[Score | Unscored]:
             with self._record_call(trajectories, calls) as note:
-                scores = read(await call_group_scorer(self._item, copies, task, self._models))
+                scores = read(
+                    await call_group_scorer(self._item, copies, task, self._models, images)
+                )
                 note(scores)
                 return scores
 
@@ -447,11 +468,13 @@ class Scoring:
         *,
         task: Task,
         policy: ScoredPolicy | None = None,
+        images: Mapping[str, ImageFile] = MappingProxyType({}),
     ) -> list[Trajectory]:
         """Scores the trajectories of one group, and returns them in order with their rewards.
         Trajectories that are not completed stay unchanged. `unrewarded`: ids of the trajectories
         whose agent returned no reward. `policy`: the policy that made them, if its engine can be
-        reached. Raises InfrastructureFailure if that fails."""
+        reached. `images`: the images that the trajectories name, by digest. Raises
+        InfrastructureFailure if the engine fails."""
         judged = [t for t in trajectories if t.status == "completed"]
         step = step_of(trajectories[0].group_id) if trajectories else None
         rewards = self._rewards_at(task, step)
@@ -465,7 +488,7 @@ class Scoring:
         is_only_scorer = len(scorers_of(task)) == 1
         weights = [1.0 if is_only_scorer else reward.config.weight for reward in rewards]
         columns = [
-            await reward.scores(judged, task, calls, policy)
+            await reward.scores(judged, task, calls, policy, images)
             for reward in (rewards if judged else ())
         ]
         keeps_own = any(reward.keeps_own_reward for reward in rewards)

@@ -40,6 +40,7 @@ from agentevo.errors import (
     StoreUnavailableError,
 )
 from agentevo.inference.engine import Engine, VersionedEngine
+from agentevo.rollout.attempt_images import put_images_of_tasks
 from agentevo.rollout.group import InfrastructureFailure, RolloutGroup, write_group
 from agentevo.rollout.sampler import Sampler, group_name
 from agentevo.rollout.task_source import TaskSource
@@ -212,6 +213,8 @@ class SamplerService:
         return self._tasks_to_queue.popleft()
 
     async def _add(self, tasks: list[Task]) -> int:
+        images = self._tasks.images
+        await put_images_of_tasks(self._store, tasks, images, within_s=self._retry_s)
         new = await self._with_retries(lambda: self._store.add_tasks(tasks), "add_tasks")
         self._counts["tasks_added"] += new
         return new

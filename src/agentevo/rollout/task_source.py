@@ -24,13 +24,14 @@ from agentevo.config.agents import brings_tasks
 from agentevo.config.tasks import TasksSection
 from agentevo.errors import ConfigError
 from agentevo.rollout.curriculum import TaskCurriculum
-from agentevo.rollout.given_tasks import GivenTasks, read_tasks, tasks_of_agent
+from agentevo.rollout.given_tasks import GivenTasks, images_of_list, read_tasks, tasks_of_agent
 from agentevo.rollout.self_play import ProposalTasks, make_family
 from agentevo.rollout.task_stages import TaskStages, check_stage, of_stage
 from agentevo.rollout.tasks import Purpose, environment_tasks, refill_tasks
 from agentevo.runtime.seeds import derive_seed
 from agentevo.store.store import Store
 from agentevo.types import QUEUED_FOR_STEP, Task
+from agentevo.types.images import ImageFile
 
 
 class Mixture:
@@ -128,6 +129,7 @@ class TaskSource:
     def __init__(self, config: RunConfig, given_tasks: Sequence[Task] | None) -> None:
         """Raises ConfigError if the files can't be read, and if there are too few tasks."""
         self._config = config
+        self._given_images = images_of_list(given_tasks)
         self.read: GivenTasks | None = None
         """The tasks from the recipe's files or its agent, with the report of bad rows."""
         self.proposals: ProposalTasks | None = None
@@ -158,6 +160,11 @@ class TaskSource:
         self._by_id = {task.id: task for task in (*(train or ()), *self._held_out)}
         self._train = train or []
         _check_ids(self._by_id)
+
+    @property
+    def images(self) -> Mapping[str, ImageFile]:
+        """The images that the tasks name and this process has read, by digest."""
+        return self._given_images if self.read is None else self.read.images
 
     def _pools_of(self, train: Sequence[Task]) -> list[TaskPool]:
         """The pool of tasks that each stage cycles through."""

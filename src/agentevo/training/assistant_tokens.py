@@ -39,15 +39,15 @@ from agentevo.data import ChatRow, RowError
 from agentevo.data.message_markers import THOUGHT_TAGS
 from agentevo.data.messages import REASONING_KEYS
 from agentevo.errors import ModelError
-from agentevo.models.chat.chat_format import (
-    LONG_TEXT,
+from agentevo.models.chat.chat_format import LONG_TEXT
+from agentevo.models.chat.chat_template import TEMPLATE_ERRORS, ChatTemplate
+from agentevo.models.chat.prompt_thoughts import EMPTY_THOUGHT, OPENS_THINKING, thought_of
+from agentevo.models.chat.turn_ends import (
     end_of_turn_id,
     ids_of_marks,
     next_role_marks,
     special_ids,
 )
-from agentevo.models.chat.chat_template import TEMPLATE_ERRORS, ChatTemplate
-from agentevo.models.chat.prompt_thoughts import EMPTY_THOUGHT, OPENS_THINKING, thought_of
 from agentevo.models.tool_calls.parser import THOUGHTS
 from agentevo.types import Sample
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 from itertools import chain
 from typing import Any
 
 import msgspec
 
+from agentevo.errors import ImageError
 from agentevo.types import QUERY_MESSAGES, ImagePart, Message, Task, Trajectory
 from agentevo.types.image_span import ImageSpan
 
@@ -39,6 +40,17 @@ class PromptImage(msgspec.Struct, frozen=True):
 def image_file(data: bytes, media_type: str) -> ImageFile:
     """The image with these bytes, under their digest."""
     return ImageFile(ImagePart(sha256(data).hexdigest(), media_type), data)
+
+
+def file_of(digest: str, images: Mapping[str, ImageFile]) -> ImageFile:
+    """The image of this digest. Raises ImageError if it is missing."""
+    file = images.get(digest)
+    if file is None:
+        raise ImageError(
+            f"the image {digest[:12]}... of a message is missing: give its file with "
+            "policy.add_image"
+        )
+    return file
 
 
 def images_of_messages(messages: Iterable[Message]) -> Iterator[ImagePart]:

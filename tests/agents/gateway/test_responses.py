@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentevo.agents.gateway import memory
+from agentevo.agents.gateway.images import DecodedImages, RequestImages
 from agentevo.agents.gateway.memory import Memory
 from agentevo.agents.gateway.refusals import Refusal
 from agentevo.agents.gateway.response_items import messages_of_items
@@ -225,7 +226,7 @@ def test_two_answers_in_a_row_stay_two():
             {"type": "input_text", "text": "3"}
         ]},
     ]  # fmt: skip
-    assert messages_of_items(items, Memory()) == [
+    assert messages_of_items(items, Memory(), RequestImages(DecodedImages())) == [
         Message("user", "Go."),
         Message("assistant", "One."),
         Message("assistant", "Two.", (ToolCall("f", "", "c"),)),
@@ -387,7 +388,7 @@ REFUSED = [
     ({"input": [{"type": "computer_call"}]}, "computer_call"),
     ({"input": [{"type": ["message"]}]}, "item 1"),
     ({"input": [{"role": "user"}]}, "no content"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "image_url"),
     ({"input": [{"type": "function_call", "call_id": "c"}]}, "no name"),
     ({"input": [{"type": "function_call", "call_id": 1, "name": "f"}]}, "call_id"),
     ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "encrypted_content"),
@@ -506,7 +507,7 @@ json_values = st.recursive(
 def test_whatever_is_asked_is_read_or_refused(body, items):
     for asked in (body, {**body, "input": items}, {"input": items}):
         with contextlib.suppress(BadRequestError, Refusal):
-            assert request_of(asked, Memory()).prompt
+            assert request_of(asked, Memory(), RequestImages(DecodedImages())).prompt
 
 
 def test_items_stand_in_the_order_in_which_the_model_wrote(gateway_of, chat):

@@ -16,6 +16,7 @@ from written_calls import WHOLE, texts
 
 from agentevo.agents.gateway import anthropic_messages, chat_completions, responses
 from agentevo.agents.gateway.answer import AnswerInProgress
+from agentevo.agents.gateway.images import DecodedImages, RequestImages
 from agentevo.agents.gateway.memory import Memory
 from agentevo.agents.gateway.request import PromptSize
 from agentevo.models.tool_calls import parser_named, parser_names
@@ -151,7 +152,7 @@ def test_the_pieces_of_a_call_are_its_arguments_and_a_broken_one_is_no_json(data
     text = data.draw(texts(name))
     cuts = data.draw(st.lists(st.integers(0, 500), max_size=30))
     for api, body, told_in in zip(APIS, BODIES, TOLD, strict=True):
-        request = api.request_of(body, Memory())
+        request = api.request_of(body, Memory(), RequestImages(DecodedImages()))
         pieces, reply = answered(name, text, cuts, request)
         _, whole = answered(name, text, [], request)
         assert (reply.content, reply.reasoning) == (whole.content, whole.reasoning)
@@ -169,7 +170,7 @@ def test_the_pieces_of_a_call_are_its_arguments_and_a_broken_one_is_no_json(data
 def test_arguments_come_while_they_are_written(name):
     """Letter by letter: something is told before the call is whole."""
     text = WHOLE[name]
-    request = chat_completions.API.request_of(BODIES[0], Memory())
+    request = chat_completions.API.request_of(BODIES[0], Memory(), RequestImages(DecodedImages()))
     pieces, reply = answered(name, text, range(len(text)), request)
     stream = chat_completions.API.stream(request)
     events = [stream.pieces(0, some) for some in pieces]

@@ -5,11 +5,11 @@ A message of this API is a list of blocks. In the order of ours:
 
     system                                 a message of role system
     assistant: thinking, text, tool_use    one message: reasoning, content, tool_calls
-    user: tool_result, ..., text           one message of role tool for each result, then the text
+    user: tool_result, ..., text, image    one message of role tool for each result, then the rest
 
-Texts in blocks are joined unchanged. A result with `is_error` begins with "Error: ", because no
-chat template has a place for the flag. Its tool's name, which some templates write, is that of the
-call that it answers.
+Texts in blocks are joined unchanged. A result may have images too. If it has `is_error`, it begins
+with "Error: ", because no chat template has a place for the flag. Its tool's name, which some
+templates write, is that of the call that it answers.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ import msgspec
 
 from agentevo.agents.gateway import fields
 from agentevo.agents.gateway.api import Api, Event, named_event
+from agentevo.agents.gateway.images import RequestImages
 from agentevo.agents.gateway.memory import Memory
 from agentevo.agents.gateway.refusals import Refusal
 from agentevo.agents.gateway.request import ModelReply, ModelRequest, PromptSize
 from agentevo.data.messages import tools_of
 from agentevo.errors import BadRequestError, shown
 from agentevo.models import tool_calls
-from agentevo.types import Message, ToolCall
+from agentevo.types import ImagePart, Message, ToolCall
+from agentevo.types.content import Content, content_of
 
 SIGNATURE = "agentevo"
 """The signature of every thought: many clients keep only signed ones. It is not checked."""
@@ -60,7 +62,7 @@ NO_THREADS = "thread_unsupported_request"
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
+def request_of(body: Mapping[str, Any], memory: Memory, images: RequestImages) -> ModelRequest:
     """See Api. Keeps nothing: a request has its whole history."""
     if fields.whole_number(body, "max_tokens", 0) < 1:
         raise BadRequestError(
@@ -74,17 +76,18 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
 
     return _request(
         body,
+        images,
         overrides=fields.sampling_of(body, max_tokens=("max_tokens",), stop="stop_sequences"),
         stream=fields.boolean(body, "stream"),
     )
 
 
-def counted_of(body: Mapping[str, Any]) -> ModelRequest:
+def counted_of(body: Mapping[str, Any], images: RequestImages) -> ModelRequest:
     """The request whose prompt is counted; it needs no `max_tokens`."""
-    return _request(body)
+    return _request(body, images)
 
 
-def _request(body: Mapping[str, Any], **values: Any) -> ModelRequest:
+def _request(body: Mapping[str, Any], images: RequestImages, **values: Any) -> ModelRequest:
     if body.get("thread") is not None:
         raise Refusal("threads are not supported: send the whole history", code=NO_THREADS)
 
@@ -98,7 +101,7 @@ def _request(body: Mapping[str, Any], **values: Any) -> ModelRequest:
     tools = _tools(body)
 
     return ModelRequest(
-        prompt=prompt_of(body),
+        prompt=prompt_of(body, images),
         tools=tools or None,
         form=choice.form(schema),
         model=str(body.get("model") or "policy"),
@@ -186,7 +189,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     }
 
 
-def prompt_of(body: Mapping[str, Any]) -> list[Message]:
+def prompt_of(body: Mapping[str, Any], images: RequestImages) -> list[Message]:
     """The history in our messages; see the module."""
     raw_messages = body.get("messages")
     if not isinstance(raw_messages, list) or not raw_messages:
@@ -204,7 +207,7 @@ def prompt_of(body: Mapping[str, Any]) -> list[Message]:
             names |= {call.id: call.name for call in answer.tool_calls}
             messages.append(answer)
         elif role == "user":
-            messages += _user(content, where, names)
+            messages += _user(content, where, names, images)
         elif role == "system":
             messages.append(Message("system", _text(content, f"{where}.content")))
         else:
@@ -219,27 +222,45 @@ def prompt_of(body: Mapping[str, Any]) -> list[Message]:
     return messages
 
 
-def _user(content: Any, where: str, names: Mapping[str, str]) -> list[Message]:
+def _user(
+    content: Any, where: str, names: Mapping[str, str], images: RequestImages
+) -> list[Message]:
     messages: list[Message] = []
-    texts: list[str] | None = None
+    parts: list[str | ImagePart] = []
     for kind, block, place in _blocks(content, f"{where}.content"):
-        if kind == "text":
-            texts = [*(texts or ()), _field(block, "text", place)]
+        if kind in ("text", "image"):
+            parts.append(_part(kind, block, place, images))
         elif kind != "tool_result":
             raise _no_place(kind, place)
-        elif texts is not None:
-            raise BadRequestError(f"{place}: results of tools come before the texts of a message")
+        elif parts:
+            raise BadRequestError(
+                f"{place}: results of tools come before the texts and images of a message"
+            )
         else:
             call = _field(block, "tool_use_id", place)
-            result = _text(block.get("content") or "", f"{place}.content")
-            if fields.boolean(block, "is_error"):
-                result = f"Error: {result}"
+            result = _result(block, place, images)
             messages.append(Message("tool", result, tool_call_id=call, name=names.get(call)))
 
-    if not messages and texts is None:
+    if not messages and not parts:
         raise BadRequestError(f"{where}.content is empty: give a text or a list of blocks")
 
-    return messages if texts is None else [*messages, Message("user", "".join(texts))]
+    return [*messages, Message("user", content_of(parts))] if parts else messages
+
+
+def _result(block: Mapping[str, Any], where: str, images: RequestImages) -> Content:
+    """The content of a tool_result."""
+    parts: list[str | ImagePart] = ["Error: "] if fields.boolean(block, "is_error") else []
+    for kind, part, place in _blocks(block.get("content") or "", f"{where}.content"):
+        if kind not in ("text", "image"):
+            raise _no_place(kind, place)
+        parts.append(_part(kind, part, place, images))
+    return content_of(parts)
+
+
+def _part(
+    kind: str, block: Mapping[str, Any], where: str, images: RequestImages
+) -> str | ImagePart:
+    return _field(block, "text", where) if kind == "text" else images.read(block, where)
 
 
 def _assistant(content: Any, where: str) -> Message:
@@ -305,8 +326,8 @@ def _field(block: Mapping[str, Any], key: str, where: str) -> str:
 
 def _no_place(kind: str, where: str) -> Refusal:
     return Refusal(
-        f"{where} is of type {shown(kind)}, which no chat template can render: give text, "
-        "thinking, tool_use or tool_result"
+        f"{where} is of type {shown(kind)}, which has no place there: give text, image (of the "
+        "user), thinking, tool_use or tool_result"
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from agentevo.agents.gateway.images import RequestImages
 from agentevo.agents.gateway.memory import Memory
 from agentevo.agents.gateway.refusals import Refusal
 from agentevo.agents.gateway.request import ModelReply, ModelRequest, PromptSize
@@ -44,9 +45,9 @@ class Api(Generic[Request]):
 
     path: str
     """The path below /v1, such as "/chat/completions"."""
-    request_of: Callable[[Mapping[str, Any], Memory], Request]
-    """Reads a request from its body. The memory belongs to the session; most APIs do not use it.
-    Raises BadRequestError or Refusal for a request that can't be answered."""
+    request_of: Callable[[Mapping[str, Any], Memory, RequestImages], Request]
+    """Reads a request from its body, on any thread. The memory belongs to the session; most APIs do
+    not use it. Raises BadRequestError or Refusal for a request that can't be answered."""
     answer: Callable[[Request, Sequence[ModelReply]], dict[str, Any]]
     """The body of an answer that is not streamed."""
     stream: Callable[[Request], AnswerStream]

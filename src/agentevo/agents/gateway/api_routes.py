@@ -16,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request, Response
@@ -25,18 +26,34 @@ from starlette.types import Scope
 
 from agentevo.agents.gateway import anthropic_messages, openapi, responses
 from agentevo.agents.gateway.api import Api
-from agentevo.agents.gateway.body import json_body, json_response, record_of
+from agentevo.agents.gateway.body import (
+    json_body,
+    json_response,
+    object_of,
+    read_body,
+    record_of,
+    refuse_length,
+)
 from agentevo.agents.gateway.delivery import Awaited, DeliveredTokens, EventStream, WholeAnswer
+from agentevo.agents.gateway.images import (
+    DECODING_S,
+    DecodedImages,
+    RequestImages,
+    may_have_images,
+)
 from agentevo.agents.gateway.memory import Memory, find_response, forget, input_items
 from agentevo.agents.gateway.refusals import Refusal
-from agentevo.agents.gateway.request import Delivery, ModelReply
+from agentevo.agents.gateway.request import Delivery, ModelReply, ModelRequest
 from agentevo.agents.gateway.routes import APIS, Caller, GatewayRoute, Routes, session_of
 from agentevo.agents.gateway.session import GatewaySession, refuse_key
 from agentevo.agents.posted_rewards import PostedReward
 from agentevo.errors import shown
 from agentevo.inference.serving.admission import AdmittedConnection
 from agentevo.runtime import trace_header
+from agentevo.runtime.event_loop import in_thread
 from agentevo.store.trace_context import TracePlace, read_traceparent
+
+Q = TypeVar("Q", bound=ModelRequest)
 
 MARGIN_S = 30.0
 """The seconds beyond the engine's own deadline after which a request fails."""
@@ -65,12 +82,15 @@ class ApiRoutes(Routes):
         model: str,
         timeout_s: float,
         max_body: int,
+        max_image_body: int,
         count_tokens: Callable[[Sequence[ModelReply]], None],
     ) -> None:
         self._sessions = sessions
         self._model = model
         self._timeout_s = timeout_s
         self._max_body = max_body
+        self._max_image_body = max(max_body, max_image_body)
+        self._decoded_images = DecodedImages()
         self._count = count_tokens
         self._started_at = int(time.time())
         self.handlers = {api.path: partial(self._complete, api) for api in APIS}
@@ -128,11 +148,42 @@ class ApiRoutes(Routes):
     async def _read(self, request: Request) -> dict[str, Any]:
         return await json_body(request, self._max_body, of="gateway.max_body_mb")
 
+    async def _read_question(
+        self, request: Request, read: Callable[[Mapping[str, Any], RequestImages], Q]
+    ) -> Q:
+        """The question in a body. Images are decoded on a thread. Raises Refusal for a body that is
+        too long, and the errors of `read`."""
+        max_bytes = self._max_image_body
+        body = await read_body(request, max_bytes, of="gateway.max_image_body_mb")
+        images = RequestImages(self._decoded_images)
+
+        def read_it() -> Q:
+            question = read(object_of(body), images)
+            if len(body) > self._max_body and not images.files:
+                raise refuse_length(self._max_body, "gateway.max_body_mb")
+            return replace(question, images=tuple(images.files.values()))
+
+        if not may_have_images(body):
+            if len(body) > self._max_body:
+                raise refuse_length(self._max_body, "gateway.max_body_mb")
+            return read_it()
+
+        try:
+            async with asyncio.timeout(DECODING_S):
+                return await in_thread(read_it)
+        except TimeoutError:
+            raise Refusal(
+                f"the images were not decoded within {DECODING_S:g} s: send fewer, or smaller ones",
+                status=408,
+            ) from None
+
     async def _complete(self, api: Api[Any], request: Request) -> Response:
         session = session_of(request)
         client: AdmittedConnection = request.scope["state"]["connection"]
         delivery = Delivery(place=_place_in(request.scope))
-        question = api.request_of(await self._read(request), session.memory)
+        question = await self._read_question(
+            request, lambda body, images: api.request_of(body, session.memory, images)
+        )
         if question.stream:
             return await self._stream_answer(api, session, question, delivery, client)
 
@@ -178,7 +229,7 @@ class ApiRoutes(Routes):
 
     async def _count_tokens(self, request: Request) -> Response:
         session = session_of(request)
-        prompt = anthropic_messages.counted_of(await self._read(request))
+        prompt = await self._read_question(request, anthropic_messages.counted_of)
         work = session.submit(session.count_tokens(prompt))
         client: AdmittedConnection = request.scope["state"]["connection"]
         with Awaited(work, client, self._timeout_s + MARGIN_S, "the policy") as awaited:

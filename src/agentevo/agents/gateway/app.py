@@ -54,6 +54,7 @@ class GatewayApp:
         model: str,
         timeout_s: float,
         max_body: int,
+        max_image_body: int,
         requests_per_s: float = 0.0,
         added: Routes | None = None,
     ) -> None:
@@ -66,6 +67,7 @@ class GatewayApp:
             model=model,
             timeout_s=timeout_s,
             max_body=max_body,
+            max_image_body=max_image_body,
             count_tokens=self._metrics.count_tokens,
         )
         self._hot = {

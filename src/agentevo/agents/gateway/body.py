@@ -28,7 +28,7 @@ async def read_body(
     """The whole body, which must arrive `within_s`, by default BODY_S. Raises Refusal for a body
     that is too long or late; `of` names the bound."""
     body = bytearray()
-    too_long = Refusal(f"the body is longer than {max_bytes} bytes ({of}): send less", status=413)
+    too_long = refuse_length(max_bytes, of)
     if int(request.headers.get("content-length", 0)) > max_bytes:
         raise too_long
 
@@ -45,15 +45,22 @@ async def read_body(
     return bytes(body)
 
 
+def refuse_length(max_bytes: int, of: str) -> Refusal:
+    """The refusal of a body that is too long; `of` names the bound."""
+    return Refusal(f"the body is longer than {max_bytes} bytes ({of}): send less", status=413)
+
+
 async def json_body(
     request: Request, max_bytes: int, *, of: str, may_be_empty: bool = False
 ) -> dict[str, Any]:
     """The request's body as an object; an empty one has no keys if it `may_be_empty`. Raises
     Refusal for a body that is too long, late or not an object; `of` names the bound."""
     body = await read_body(request, max_bytes, of=of)
-    if may_be_empty and not body:
-        return {}
+    return {} if may_be_empty and not body else object_of(body)
 
+
+def object_of(body: bytes) -> dict[str, Any]:
+    """A body as an object. Raises Refusal for one that is not."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 from agentevo.agents.gateway import fields
 from agentevo.agents.gateway.api import Api, Event, data_event
+from agentevo.agents.gateway.images import RequestImages
 from agentevo.agents.gateway.memory import Memory
 from agentevo.agents.gateway.refusals import Refusal
 from agentevo.agents.gateway.request import ModelReply, ModelRequest, PromptSize, TokenLogprob
@@ -31,7 +32,7 @@ _KNOWN = fields.SAMPLING_KEYS | fields.keys_of(
 )
 
 
-def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
+def request_of(body: Mapping[str, Any], memory: Memory, images: RequestImages) -> ModelRequest:
     """See Api. Keeps nothing: a request has its whole history."""
     fields.check_known(body, _KNOWN, "chat completion")
     fields.no_other_service(body)
@@ -46,7 +47,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
         raise Refusal("top_logprobs needs logprobs: true", param="top_logprobs")
 
     return ModelRequest(
-        prompt=prompt_of(body.get("messages")),
+        prompt=prompt_of(body.get("messages"), images),
         tools=tools or None,
         form=choice.form(schema, strict=fields.is_strict(response_format)),
         overrides=fields.sampling_of(
@@ -61,11 +62,11 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     )
 
 
-def prompt_of(messages: Any) -> list[Message]:
+def prompt_of(messages: Any, images: RequestImages) -> list[Message]:
     """Messages in OpenAI's form; `developer` is the newer word for `system`."""
     if not isinstance(messages, list) or not messages:
         raise BadRequestError("messages must be a list with at least one message")
-    return messages_of([_plain(message, n) for n, message in enumerate(messages, start=1)])
+    return messages_of([_plain(message, n) for n, message in enumerate(messages, start=1)], images)
 
 
 def _plain(message: Any, number: int) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from agentevo.agents.gateway import chat_completions, fields
 from agentevo.agents.gateway.api import Api, Event
 from agentevo.agents.gateway.chat_completions import encode_event, error, head, usage
+from agentevo.agents.gateway.images import RequestImages
 from agentevo.agents.gateway.memory import Memory
 from agentevo.agents.gateway.refusals import Refusal
 from agentevo.agents.gateway.request import ModelReply, ModelRequest, PromptSize, TokenLogprob
@@ -25,8 +26,8 @@ _KNOWN = fields.SAMPLING_KEYS | fields.keys_of(
 )
 
 
-def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
-    """See Api. Keeps nothing."""
+def request_of(body: Mapping[str, Any], memory: Memory, images: RequestImages) -> ModelRequest:
+    """See Api. Keeps nothing, and a plain prompt has no images."""
     fields.check_known(body, _KNOWN, "completion")
     fields.no_other_service(body)
     n = fields.whole_number(body, "n", 1)

@@ -181,6 +181,7 @@ class Gateway:
             model=self._model,
             timeout_s=self._timeout_s,
             max_body=int(self._section.max_body_mb * 2**20),
+            max_image_body=int(self._section.max_image_body_mb * 2**20),
             requests_per_s=self._section.requests_per_s,
             added=self.added,
         )

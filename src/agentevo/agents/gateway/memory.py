@@ -17,11 +17,12 @@ from agentevo.agents.gateway.refusals import Refusal
 from agentevo.errors import shown
 from agentevo.models.chat.chat_format import num_characters
 from agentevo.types import Message
+from agentevo.types.images import ImageFile
 
 MAX_KEPT = 10_000
 """Answers that one session keeps."""
 MAX_CHARACTERS = 2**26
-"""The maximum characters of all of them."""
+"""The maximum characters of all of them, with those of their images in base64."""
 
 
 class Memory:
@@ -63,10 +64,14 @@ class KeptResponse:
 
 
 def keep(
-    memory: Memory, history: tuple[Message, ...], body: dict[str, Any], raw_input: Any
+    memory: Memory,
+    history: tuple[Message, ...],
+    body: dict[str, Any],
+    raw_input: Any,
+    images: Sequence[ImageFile] = (),
 ) -> None:
     """Keeps an answer, and its items for requests that refer to one. `raw_input`: its input, a text
-    or items."""
+    or items, which have the `images`."""
     name = body["id"]
     items = raw_input if isinstance(raw_input, list) else [{"role": "user", "content": raw_input}]
     response = KeptResponse(
@@ -77,7 +82,9 @@ def keep(
             for n, item in enumerate(items)
         ),
     )
-    memory.keep(name, response, num_characters(history) + len(msgspec.json.encode(body)))
+    num_image_characters = sum(len(image.data) for image in images) * 4 // 3
+    size = num_characters(history) + len(msgspec.json.encode(body)) + num_image_characters
+    memory.keep(name, response, size)
     for item in body["output"]:
         memory.keep(item["id"], item, num_characters(history[-1:]))
 

@@ -12,6 +12,7 @@ from agentevo.models.chat.token_texts import TokenText
 from agentevo.runtime.trace_header import HEADER
 from agentevo.store.trace_context import Asker, TracePlace
 from agentevo.types import Message, SamplingOverrides, ToolCall, Turn
+from agentevo.types.images import ImageFile
 
 EFFORT = "reasoning_effort"
 Prompt = list[Message] | list[int] | str
@@ -48,6 +49,8 @@ class ModelRequest:
     """How many of the likeliest tokens are listed with each sampled one."""
     token_ids: bool = False
     """Whether the answer holds token ids and versions of the weights."""
+    images: tuple[ImageFile, ...] = ()
+    """The images of the prompt, each once."""
 
     @property
     def may_call(self) -> bool:

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentevo.agents.gateway.images import RequestImages
 from agentevo.agents.gateway.memory import Memory
 from agentevo.agents.gateway.refusals import Refusal
 from agentevo.data.messages import messages_of
 from agentevo.errors import BadRequestError, shown
-from agentevo.types import Message
+from agentevo.types import ImagePart, Message, TextPart
 
 ID_PARTS = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{48})_\d+")
 """An id of ours; the group is the answer's."""
@@ -81,7 +82,7 @@ def name_within(namespace: str, name: str) -> str:
     return f"{namespace}__{name}"
 
 
-def messages_of_items(raw_input: Any, memory: Memory) -> list[Message]:
+def messages_of_items(raw_input: Any, memory: Memory, images: RequestImages) -> list[Message]:
     """The messages of an `input`, which is a text or a list of items. `memory` has the items that
     can be named by their id. Raises BadRequestError or Refusal for a malformed input."""
     if isinstance(raw_input, str):
@@ -95,10 +96,10 @@ def messages_of_items(raw_input: Any, memory: Memory) -> list[Message]:
         item = _check_item(value, where, memory)
         kind = item["type"]
         if kind == "function_call_output":
-            drafts.all.append(_result(item, where))
+            drafts.all.append(_result(item, where, images))
         elif kind == "message" and item["role"] != "assistant":
-            text = _text(item.get("content"), ("input_text", "output_text"), where)
-            drafts.all.append({"role": _ROLES[item["role"]], "content": text})
+            content = _content(item.get("content"), ("input_text", "output_text"), where, images)
+            drafts.all.append({"role": _ROLES[item["role"]], "content": content})
             drafts.last_answer = None
         else:
             _add(drafts.answer_of(item, kind), item, kind, where)
@@ -165,10 +166,10 @@ def _add(answer: _AnsweredItems, item: Mapping[str, Any], kind: str, where: str)
         answer.calls.append({"id": _call_id(item, where), "function": function})
 
 
-def _result(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _result(item: Mapping[str, Any], where: str, images: RequestImages) -> dict[str, Any]:
     return {
         "role": "tool",
-        "content": _text(item.get("output"), ("input_text",), where),
+        "content": _content(item.get("output"), ("input_text",), where, images),
         "tool_call_id": _call_id(item, where),
         "name": item.get("name"),
     }
@@ -181,6 +182,25 @@ def _call_id(item: Mapping[str, Any], where: str) -> str | None:
     return call_id
 
 
+def _content(
+    content: Any, kinds: Sequence[str], where: str, images: RequestImages
+) -> str | list[TextPart | ImagePart]:
+    """A content, which is a text or a list of images and of texts of these types."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise BadRequestError(f"{where} has no content: give a text or a list of parts")
+
+    parts: list[TextPart | ImagePart] = []
+    for number, part in enumerate(content, start=1):
+        place = f"part {number} of {where}"
+        if isinstance(part, Mapping) and part.get("type") == "input_image":
+            parts.append(images.read(part, place))
+        else:
+            parts.append(TextPart(_text_of_part(part, kinds, place)))
+    return parts
+
+
 def _text(content: Any, kinds: Sequence[str], where: str) -> str:
     """The text of a content, which is one or a list of parts of these types."""
     if isinstance(content, str):
@@ -188,16 +208,19 @@ def _text(content: Any, kinds: Sequence[str], where: str) -> str:
     if not isinstance(content, Sequence):
         raise BadRequestError(f"{where} has no content: give a text or a list of parts")
 
-    texts = []
-    for number, part in enumerate(content, start=1):
-        kind = part.get("type") if isinstance(part, Mapping) else part
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if kind not in kinds or not isinstance(text, str):
-            raise BadRequestError(
-                f"part {number} of {where} is {shown(kind)}: the policy reads text only, as  "
-                f'{{"type": "{kinds[0]}", "text": ...}}'
-            )
+    return "".join(
+        _text_of_part(part, kinds, f"part {number} of {where}")
+        for number, part in enumerate(content, start=1)
+    )
 
-        texts.append(text)
 
-    return "".join(texts)
+def _text_of_part(part: Any, kinds: Sequence[str], where: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if kind not in kinds or not isinstance(text, str):
+        raise BadRequestError(
+            f"{where} is {shown(kind)}: the policy reads texts and the user's images, as  "
+            f'{{"type": "{kinds[0]}", "text": ...}}  and  '
+            '{"type": "input_image", "image_url": "data:image/png;base64,..."}'
+        )
+    return text

@@ -21,6 +21,7 @@ from agentevo.agents.gateway import fields
 from agentevo.agents.gateway.answer import pieces_of
 from agentevo.agents.gateway.api import Api, Event, named_event
 from agentevo.agents.gateway.chat_completions import error, token_logprobs
+from agentevo.agents.gateway.images import RequestImages
 from agentevo.agents.gateway.memory import KeptResponse, Memory, keep
 from agentevo.agents.gateway.refusals import Refusal
 from agentevo.agents.gateway.request import ModelReply, ModelRequest, PromptSize
@@ -76,7 +77,7 @@ class ResponseRequest(ModelRequest):
     """Tool -> its namespace and its name there, for the tools that have one."""
 
 
-def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
+def request_of(body: Mapping[str, Any], memory: Memory, images: RequestImages) -> ResponseRequest:
     """See Api."""
     fields.check_known(body, _KNOWN, "response")
     fields.no_other_service(body)
@@ -98,7 +99,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
         raise BadRequestError("instructions must be a text")
 
     system = [Message("system", instructions)] if instructions else []
-    history = _history(body, memory)
+    history = _history(body, memory, images)
     if not system and not history:
         raise BadRequestError("input is empty: give a text or at least one item")
 
@@ -147,8 +148,8 @@ def _check_include(include: Any) -> Sequence[Any]:
     return include
 
 
-def _history(body: Mapping[str, Any], memory: Memory) -> tuple[Message, ...]:
-    messages = messages_of_items(body.get("input", []), memory)
+def _history(body: Mapping[str, Any], memory: Memory, images: RequestImages) -> tuple[Message, ...]:
+    messages = messages_of_items(body.get("input", []), memory, images)
     name = body.get("previous_response_id")
     if name is None:
         return tuple(messages)
@@ -416,7 +417,8 @@ class ResponsesStream:
             completion = Message(
                 "assistant", reply.content, reply.tool_calls, reasoning=reply.reasoning
             )
-            keep(request.memory, (*request.history, completion), response, request.raw_input)
+            history = (*request.history, completion)
+            keep(request.memory, history, response, request.raw_input, request.images)
 
         return response
 

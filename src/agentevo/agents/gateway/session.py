@@ -29,6 +29,7 @@ from agentevo.agents.gateway.refusals import Refusal
 from agentevo.agents.gateway.request import Delivery, ModelReply, ModelRequest, Prompt, PromptSize
 from agentevo.agents.policy import AttemptSession
 from agentevo.agents.posted_rewards import PostedReward, RewardSums
+from agentevo.data.message_images import ImageCollector
 from agentevo.data.messages import with_names
 from agentevo.errors import BadRequestError
 from agentevo.inference.conversations.conversation import Conversation, check_count
@@ -232,6 +233,7 @@ class GatewaySession(AttemptSession):
         delivery.asker = set_asker(delivery.place)
         if (model := self.remote_name(request.model)) and self.remote is not None:
             agent = self._agent_of(request.model)
+            _keep_images(request, self.remote.images)
             with self._count_request():
                 return await completed_remotely(
                     self.remote, request, delivery, on_pieces, model=model, agent=agent
@@ -240,6 +242,7 @@ class GatewaySession(AttemptSession):
         conversation = delivery.conversation = self.conversation_of(request.model)
         prompts = (request.prompt, *request.more_prompts)
         check_count(request.n * len(prompts))
+        _keep_images(request, conversation.images)
 
         with self._count_request():
             try:
@@ -365,6 +368,7 @@ class GatewaySession(AttemptSession):
         with self._count_request():
             messages = with_names(cast("list[Message]", request.prompt))
             conversation = self.conversation_of(request.model)
+            _keep_images(request, conversation.images)
             return await conversation.count_tokens(
                 messages,
                 tools=request.tools,
@@ -467,6 +471,12 @@ class GatewaySession(AttemptSession):
         return (
             msgspec.structs.replace(overrides, **dict.fromkeys(ignored)) if ignored else overrides
         )
+
+
+def _keep_images(request: ModelRequest, images: ImageCollector) -> None:
+    """Keeps the request's images for the attempt, each once."""
+    for image in request.images:
+        images.add(image)
 
 
 def _renumber(on_pieces: OnPieces | None, first: int) -> OnPieces | None:

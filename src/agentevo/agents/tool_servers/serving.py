@@ -16,7 +16,7 @@ import asyncio
 import base64
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -39,6 +39,7 @@ from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.extras import load_extra
 from agentevo.runtime.tracebacks import traceback_of
 from agentevo.types import Task
+from agentevo.types.images import ImageFile
 
 OUTCOME = "outcome"
 IDLE_S = 1800.0
@@ -135,7 +136,7 @@ class ToolServer:
         """Makes a call and returns its result, which can be an error of the tool. Raises MCPError
         for wrong arguments and for an unknown tool."""
         from mcp import MCPError
-        from mcp_types import INVALID_PARAMS, CallToolResult, TextContent
+        from mcp_types import INVALID_PARAMS, CallToolResult
 
         is_outcome = name == OUTCOME and self._tools.has_outcome
         tool_names = [spec.name for spec in session.specs]
@@ -145,6 +146,7 @@ class ToolServer:
 
         limit = asyncio.timeout(self._section.timeout_s)
         is_error = True
+        parts: Sequence[Any] = ()
         try:
             async with limit:
                 if is_outcome:
@@ -154,6 +156,7 @@ class ToolServer:
                     result = await session.call(name, arguments)
                     text = result.text
                     is_error = result.is_error
+                    parts = result.parts
         except ToolArgumentsError as error:
             raise MCPError(INVALID_PARAMS, str(error)) from None
         except ToolError as error:
@@ -172,8 +175,8 @@ class ToolServer:
                 self._told.add(kind)
                 to_stderr(f"{self._section.name}.{name}: {text}\n{traceback_of(error)}")
 
-        content = TextContent(text=shorten_text(text, MAX_RESULT))
-        return CallToolResult(content=[content], is_error=is_error)
+        content = [_content(part) for part in parts or (text,)]
+        return CallToolResult(content=content, is_error=is_error)
 
     async def _session(self, context: Any) -> ToolSession:
         """The session of the client, opened with its first request. Raises MCPError if it can't be
@@ -247,3 +250,13 @@ def own_task() -> tuple[Task, int]:
         return (decode_json(variable, Task) if variable else Task(id="none")), seed
     except (ValueError, msgspec.DecodeError) as error:
         raise ConfigError(f"AGENTEVO_TASK and AGENTEVO_SEED are not a task: {error}") from error
+
+
+def _content(part: str | ImageFile) -> Any:
+    """A part of a result in MCP's form."""
+    from mcp_types import ImageContent, TextContent
+
+    if isinstance(part, str):
+        return TextContent(text=shorten_text(part, MAX_RESULT))
+    data = base64.b64encode(part.data).decode()
+    return ImageContent(data=data, mime_type=part.part.media_type)

@@ -8,7 +8,8 @@ number, named parts, an Outcome, or None). Then `close` is called. The user sees
 
 A tool that is not async runs on a thread, so a tool that hangs costs only its call. The methods of
 one object run on one thread, one after the other. The return value of a tool is the result: a text
-or a ToolResult unchanged, anything else as JSON.
+or a ToolResult unchanged, an image or a list of texts and images as parts (result_parts.py),
+anything else as JSON.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ import pydantic
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
+from agentevo.agents.tools.result_parts import (
+    has_image,
+    parts_of_returned,
+    result_of_parts,
+)
 from agentevo.agents.tools.tool import ToolResult, ToolSession, Toolset, ToolSpec, ordered_schema
 from agentevo.config.agents import is_async
 from agentevo.config.field_words import wrong_value
@@ -48,6 +54,7 @@ from agentevo.runtime.event_loop import in_thread
 from agentevo.runtime.signals import Interrupt
 from agentevo.runtime.tracebacks import traceback_of
 from agentevo.types import Task
+from agentevo.types.images import ImageFile
 
 MAX_PROBLEMS = 5
 """The most wrong arguments that are reported to the policy."""
@@ -324,7 +331,7 @@ class _ToolFunction(ToolSession):
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         call = partial(self._function, **self._signature.read(arguments))
         if is_async(self._function):
-            return result_of(await call())
+            return await _result(await call())
         return await _result(await run_in_thread(lambda: _read(call()), "tool"))
 
 
@@ -363,8 +370,10 @@ def _read(returned: Any) -> Any:
 
 
 async def _result(read: Any) -> ToolResult:
-    """Converts what `_read` returned to a tool result."""
-    return result_of(await read) if inspect.isawaitable(read) else result_of(read)
+    """Converts what `_read` or an async tool returned to a tool result. New images are decoded or
+    encoded on a thread."""
+    returned = await read if inspect.isawaitable(read) else read
+    return await in_thread(result_of, returned) if has_image(returned) else result_of(returned)
 
 
 async def _await(awaitable: Any) -> None:
@@ -378,12 +387,21 @@ def result_of(returned: Any) -> ToolResult:
         if not isinstance(returned.text, str):
             raise TypeError(f"the text of a ToolResult is a {type(returned.text).__name__}")
         reward = plain_number(returned.reward, "the reward of a ToolResult")
-        return ToolResult(text=returned.text, is_error=bool(returned.is_error), reward=reward)
+        return _with_parts(
+            ToolResult(
+                text=returned.text,
+                is_error=bool(returned.is_error),
+                reward=reward,
+                parts=returned.parts,
+            )
+        )
 
     if isinstance(returned, str):
         return ToolResult(text=returned)
     if returned is None:
         return ToolResult(text="")
+    if (parts := parts_of_returned(returned)) is not None:
+        return result_of_parts(parts)
 
     try:
         text = json.dumps(_plain(returned), ensure_ascii=False)
@@ -394,6 +412,22 @@ def result_of(returned: Any) -> ToolResult:
         ) from error
 
     return ToolResult(text=text)
+
+
+def _with_parts(result: ToolResult) -> ToolResult:
+    """The result with its parts read, behind its own text."""
+    if not result.parts:
+        return result
+
+    is_read = all(isinstance(part, str | ImageFile) for part in result.parts)
+    if is_read and result_of_parts(result.parts).text == result.text:
+        return result
+
+    given = [result.text, *result.parts] if result.text else list(result.parts)
+    parts = parts_of_returned(given)
+    if parts is None:
+        raise TypeError("the parts of a ToolResult have no image: give its text alone")
+    return result_of_parts(parts, is_error=result.is_error, reward=result.reward)
 
 
 def _is_static(item: type, name: str) -> bool:

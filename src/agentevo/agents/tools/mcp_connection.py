@@ -23,12 +23,13 @@ from agentevo.agents.tools.mcp_offers import (
     MAX_PAGES,
     RESOURCE_TOOLS,
     call_resource_tool,
-    part_text,
     prompt_lines,
     prompt_text,
+    read_parts,
     resource_lines,
 )
 from agentevo.agents.tools.mcp_stdio import MAX_MESSAGE, stdio_transport
+from agentevo.agents.tools.result_parts import result_of_parts
 from agentevo.agents.tools.tool import ToolResult, ToolSpec, object_schema
 from agentevo.environments.sandbox.programs import ProgramConfinement
 from agentevo.environments.sandbox.section import ProgramSandboxSection
@@ -205,10 +206,7 @@ class McpConnection:
         except Exception as error:
             raise await self._lost(error) from error
 
-        text = _text_of(result)
-        return ToolResult(
-            text=f"Error: {text}" if result.is_error else text, is_error=result.is_error
-        )
+        return await _result_of(result)
 
     async def still_answers(self) -> bool:
         """Whether more calls can be made. After a call without an answer this asks the server for
@@ -469,9 +467,11 @@ def _first(error: BaseException) -> str:
     return describe_error(error)
 
 
-def _text_of(result: Any) -> str:
-    """A result's content as text. Other content is only named."""
-    parts = [part_text(content) for content in result.content]
-    if not parts and result.structured_content is not None:
-        return json.dumps(result.structured_content, ensure_ascii=False)
-    return "\n".join(parts)
+async def _result_of(answer: Any) -> ToolResult:
+    """The content of an answer as texts and images. Other content is only named."""
+    parts = await read_parts(answer.content)
+    if not parts and answer.structured_content is not None:
+        parts = [json.dumps(answer.structured_content, ensure_ascii=False)]
+
+    result = result_of_parts(parts, is_error=answer.is_error)
+    return result.with_text(f"Error: {result.text}") if answer.is_error else result

@@ -24,14 +24,17 @@ from urllib.parse import quote
 import msgspec
 
 from agentevo.agents.tools.mcp_connection import MAX_TOOLS, without_secrets
+from agentevo.agents.tools.result_parts import read_or_tell, result_of_parts
 from agentevo.agents.tools.tool import ToolResult, ToolSession, Toolset, ToolSpec, object_schema
 from agentevo.config.mcp import MCPManagerSection
 from agentevo.errors import ConfigError, ToolArgumentsError, ToolUnavailableError, describe_error
+from agentevo.runtime.event_loop import in_thread
 from agentevo.runtime.http_clients import trusted_context
 from agentevo.runtime.loop_thread import DedicatedLoop
 from agentevo.runtime.registry import nearest
 from agentevo.runtime.trace_header import trace_headers
 from agentevo.types import Task
+from agentevo.types.images import ImageFile
 
 if TYPE_CHECKING:
     import httpx
@@ -131,7 +134,7 @@ class ManagerAPI:
         if isinstance(status, int) and status >= 400:
             return _failure_result(detail if isinstance(detail, str) else json.dumps(detail))
 
-        return _result(answer.get("content"))
+        return await in_thread(_result, answer.get("content"))
 
     async def close(self) -> None:
         """Closes its connections."""
@@ -280,7 +283,7 @@ def _result(content: Any) -> ToolResult:
             return _failure_result(_text(error or content))
 
     if isinstance(content, list) and all(_is_part(part) for part in content):
-        return ToolResult(text="\n".join(map(_part, content)))
+        return result_of_parts([_part(part) for part in content])
 
     return ToolResult(text=_text(content))
 
@@ -293,16 +296,17 @@ def _is_part(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in ("text", "image_url")
 
 
-def _part(part: Mapping[str, Any]) -> str:
+def _part(part: Mapping[str, Any]) -> str | ImageFile:
     if part["type"] == "text":
         return _text(part.get("text", ""))
 
     image = part.get("image_url")
-    url = image.get("url") if isinstance(image, Mapping) else image
-    head, comma, data = str(url).partition(",")
-    if not comma or not head.startswith("data:"):
-        return f"[image {str(url)[:SHOWN]}]"
-    return f"[image, {head[5:].partition(';')[0]}, {len(data) * 3 // 4:,} bytes]"
+    url = str(image.get("url") if isinstance(image, Mapping) else image)
+    if not url.startswith("data:"):
+        return f"[image {url[:SHOWN]}]"
+    kind, _, data = url[5:].partition(",")
+    size = len(data) * 3 // 4
+    return read_or_tell(url, lambda: f"image, {kind.partition(';')[0]}, {size:,} bytes")
 
 
 def _beginning(body: bytes) -> str:

@@ -1,6 +1,7 @@
 """The prompts and resources of an MCP server. A prompt is a text for a model; resources can be
 listed and read. `client` is the SDK's. A server's answers are not trusted: lists are bounded.
-Images, audio and binary resources are replaced by their type and size."""
+Audio and binary resources are replaced by their type and size; so are images, except in
+results."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from agentevo.agents.tools.result_parts import read_or_tell, result_of_parts
 from agentevo.agents.tools.tool import ToolResult, ToolSpec
 from agentevo.errors import ToolArgumentsError, ToolUnavailableError
+from agentevo.runtime.event_loop import in_thread
+from agentevo.types.images import ImageFile
 
 MAX_LISTED = 1000
 """The maximum number of prompts or resources. The rest of a longer list is dropped."""
@@ -89,7 +93,7 @@ async def call_resource_tool(client: Any, name: str, arguments: Mapping[str, Any
     if not isinstance(uri, str) or set(arguments) != {"uri"}:
         raise ToolArgumentsError(f"{READ_RESOURCE} takes one argument, uri, a text")
     answer = await client.read_resource(uri)
-    return ToolResult(text="\n".join(map(contents_text, answer.contents)) or "It is empty.")
+    return result_of_parts(await read_resources(answer.contents) or ["It is empty."])
 
 
 async def _list_all(client: Any, kind: str) -> Sequence[Any]:
@@ -131,6 +135,34 @@ def contents_text(contents: Any) -> str:
     with suppress(AttributeError):
         return str(contents.text)
     return f"[resource {contents.uri}, {len(contents.blob) * 3 // 4:,} bytes]"
+
+
+async def read_parts(contents: Sequence[Any]) -> list[str | ImageFile]:
+    """The parts of a result as texts and images. Images are decoded on a thread."""
+    if any(content.type in ("image", "resource") for content in contents):
+        return await in_thread(lambda: [_part(content) for content in contents])
+    return [part_text(content) for content in contents]
+
+
+async def read_resources(contents: Sequence[Any]) -> list[str | ImageFile]:
+    """The contents of a resource as texts and images."""
+    return await in_thread(lambda: [_resource(part) for part in contents])
+
+
+def _part(content: Any) -> str | ImageFile:
+    if content.type == "resource":
+        return _resource(content.resource)
+    if content.type != "image":
+        return part_text(content)
+    source = {"type": "image", "data": content.data}
+    return read_or_tell(source, lambda: part_text(content)[1:-1])
+
+
+def _resource(contents: Any) -> str | ImageFile:
+    if not str(contents.mime_type or "").startswith("image/") or not hasattr(contents, "blob"):
+        return contents_text(contents)
+    source = {"type": "image", "data": contents.blob}
+    return read_or_tell(source, lambda: contents_text(contents)[1:-1])
 
 
 def _one_line(text: str | None) -> str:

@@ -15,8 +15,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from agentevo.agents.tools.mcp_connection import McpConnection, McpServer, check_package
 from agentevo.agents.tools.task_headers import attempt_variables, task_headers, task_variables
 from agentevo.agents.tools.tool import ToolResult, ToolSession, Toolset, ToolSpec
@@ -156,7 +154,7 @@ class _McpSession(ToolSession):
         result = await _loop.run(lambda: connection.call(name, arguments, meta))
         if self._has_to_tell_restart:
             self._has_to_tell_restart = False
-            return msgspec.structs.replace(result, text=RESTARTED + result.text)
+            return result.with_text(RESTARTED + result.text)
 
         return result
 

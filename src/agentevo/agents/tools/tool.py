@@ -22,6 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from agentevo.types import Task, ToolCall
+from agentevo.types.images import ImageFile
 
 _SCHEMA_KEYS = ("type", "properties", "required", "additionalProperties")
 
@@ -81,12 +82,38 @@ class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a tool call."""
 
-    text: str
-    """What the policy reads."""
+    text: str = ""
+    """What the policy reads. With `parts`, what a policy reads that can't see images."""
     is_error: bool = False
     """Whether the call failed; `text` then has the reason."""
     reward: float = 0.0
     """The reward of the turn that made the call."""
+    parts: Sequence[Any] = ()
+    """The texts and images of the result, in their order, if it has an image. A tool may give each
+    image in any form of data/images.py; AgentEvo then reads it, and writes `text`."""
+
+    @property
+    def images(self) -> list[ImageFile]:
+        """The images, after AgentEvo has read them."""
+        return [part for part in self.parts if isinstance(part, ImageFile)]
+
+    @property
+    def size(self) -> int:
+        """The characters of the text and the bytes of the images."""
+        return len(self.text) + sum(len(image.data) for image in self.images)
+
+    def with_text(self, text: str) -> ToolResult:
+        """The result with another text. Its images stay in their places if the text only got a
+        beginning, and follow the text otherwise."""
+        if text == self.text:
+            return self
+
+        parts: tuple[Any, ...] = ()
+        if self.parts and text.endswith(self.text):
+            parts = (text.removesuffix(self.text), *self.parts)
+        elif self.parts:
+            parts = (text, *self.images)
+        return msgspec.structs.replace(self, text=text, parts=parts)
 
 
 class Condensed(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,8 +28,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-import msgspec
-
 from agentevo.agents.tools.sources import make_toolsets
 from agentevo.agents.tools.state_checks import STATE_CHECKS, StateCheck, state_checks, state_reached
 from agentevo.agents.tools.tool import (
@@ -57,7 +55,8 @@ from agentevo.store.call_log import RunningCall, record_call
 from agentevo.types import Task, ToolCall
 
 MAX_CHARS = 2**26
-"""The limit on the characters of all cached results; the oldest results are dropped first."""
+"""The limit on the characters of all cached results and the bytes of their images; the oldest
+results are dropped first."""
 
 
 class ResultCache:
@@ -94,13 +93,13 @@ class ResultCache:
             done_event.set()
 
     def _keep(self, key: Hashable, result: ToolResult) -> None:
-        if len(result.text) > self._max_chars:
+        if result.size > self._max_chars:
             return
         self._results[key] = result
-        self._num_chars += len(result.text)
+        self._num_chars += result.size
         while self._num_chars > self._max_chars:
             _, oldest = self._results.popitem(last=False)
-            self._num_chars -= len(oldest.text)
+            self._num_chars -= oldest.size
 
 
 METRICS = {
@@ -352,10 +351,10 @@ class AttemptTools:
                 condensed = await self.condense(tool.spec, call, result.text)
                 if condensed is not None:
                     recorded.keep(whole_result=result.text, summary_problem=condensed.problem)
-                    result = msgspec.structs.replace(result, text=condensed.text)
+                    result = result.with_text(condensed.text)
 
             longest = MAX_UNKNOWN_ERROR if tool is None else tool.offer.section.max_result_chars
-            result = msgspec.structs.replace(result, text=shorten_text(result.text, longest))
+            result = result.with_text(shorten_text(result.text, longest))
             if result.is_error:
                 self.metrics["num_tool_errors"] += 1
                 recorded.outcome("failed", result.text)

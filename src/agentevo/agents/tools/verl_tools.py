@@ -3,8 +3,8 @@
 An attempt has one instance of each tool that it calls. The instance is made before the first call,
 with the row's `create_kwargs`, and released at the end. (verl 0.9 creates an instance for every
 call. A tool that stores its state under the instance's id works with both.) The result is a text,
-or the `text` of an object; images are left out. `calc_reward` is not called: put a score into the
-recipe's `rewards`.
+or the `text` of an object and the list `image` behind it. `calc_reward` is not called: put a score
+into the recipe's `rewards`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from agentevo.agents.tools.functions import result_of
 from agentevo.agents.tools.tool import ToolResult, ToolSession, Toolset, ToolSpec, object_schema
 from agentevo.config.tools import VerlToolsSection
 from agentevo.errors import ConfigError, LoadingTimeoutError, describe_error
 from agentevo.rewards.returned_values import plain_number
 from agentevo.runtime.console import to_stderr
+from agentevo.runtime.event_loop import in_thread
 from agentevo.runtime.parsing import ParseError, parse_yaml, read_text
 from agentevo.runtime.tracebacks import describe_failure
 from agentevo.runtime.user_code import load_in_time
@@ -86,10 +88,14 @@ class _VerlSession(ToolSession):
         )
         response, reward = done[:2] if isinstance(done, tuple) and len(done) > 1 else (done, 0.0)
         text = response if isinstance(response, str) else getattr(response, "text", None)
-
-        return ToolResult(
-            text=text if isinstance(text, str) else "",
-            reward=plain_number(reward or 0.0, f"the reward of {name}"),
+        images = getattr(response, "image", None) or ()
+        return await in_thread(
+            result_of,
+            ToolResult(
+                text=text if isinstance(text, str) else "",
+                reward=plain_number(reward or 0.0, f"the reward of {name}"),
+                parts=tuple(images) if isinstance(images, list | tuple) else (images,),
+            ),
         )
 
     async def release(self) -> None:

@@ -10,6 +10,10 @@ message. Messages that come back in another form than
 recorded are counted (drift.py). Token ids in place of messages are matched against the recorded
 ids, and so is a plain text (plain_prompts.py).
 
+Messages name images by their digests, so the same text with another image is another history. The
+files are in `images`. A turn records where its images are, and the engine gets those of the whole
+context (prompt_images.py).
+
 Every request gets its own seed, derived from the conversation's seed and the request's number.
 Calls may overlap: turns are numbered in the order in which they end.
 """
@@ -26,6 +30,7 @@ from typing import Any, cast
 
 import msgspec
 
+from agentevo.data.message_images import ImageCollector
 from agentevo.errors import (
     BadRequestError,
     EngineError,
@@ -35,12 +40,19 @@ from agentevo.errors import (
     RequestTooLongError,
     shown,
 )
+from agentevo.inference.conversations.call_notes import note_answers
 from agentevo.inference.conversations.drift import Drift
 from agentevo.inference.conversations.history import Histories, HistoryMatch, HistoryNode
 from agentevo.inference.conversations.plain_prompts import (
     PlainTexts,
     checked_ids,
     recorded_beginning,
+)
+from agentevo.inference.conversations.prompt_images import (
+    check_no_images,
+    moved,
+    spans_of_context,
+    with_files,
 )
 from agentevo.inference.engine import Engine, SleepingEngine, TokenListener
 from agentevo.inference.token_listeners import StreamedTokens
@@ -49,8 +61,7 @@ from agentevo.models.chat.chat_format import LONG_TEXT, ChatFormat, is_long, num
 from agentevo.models.chat.chat_template import OWN_VALUES, TemplateValues, ToolSchemas
 from agentevo.runtime.event_loop import gather_all, in_thread, outside_scopes
 from agentevo.runtime.seeds import derive_seed
-from agentevo.store.call_log import AttemptCalls, RunningCall
-from agentevo.store.trace_context import TracedMessage
+from agentevo.store.call_log import AttemptCalls
 from agentevo.types import (
     Completion,
     Constraint,
@@ -60,6 +71,8 @@ from agentevo.types import (
     Turn,
     context_of,
 )
+from agentevo.types.image_span import ImageSpan
+from agentevo.types.images import PromptImage, images_of_messages
 from agentevo.types.penalties import Penalties
 from agentevo.types.routed_experts import why_misaligned
 
@@ -93,11 +106,15 @@ class _Prompt:
     """The last message of the history; None for a prompt of token ids or a text."""
     text: str | None = None
     """The whole prompt, if it is a plain text."""
+    added_images: tuple[ImageSpan, ...] = ()
+    """The images of `added`; their offsets count from its first id."""
+    images: tuple[PromptImage, ...] = ()
+    """The images of `ids`."""
 
 
 class Conversation:
     """See the module. `sampling` has the defaults of every call. `timeout_s` is the time limit of
-    each request."""
+    each request. `images` has the images of the attempt, which its conversations share."""
 
     def __init__(
         self,
@@ -110,7 +127,10 @@ class Conversation:
         context_length: int,
         timeout_s: float,
         calls: AttemptCalls | None = None,
+        images: ImageCollector | None = None,
     ) -> None:
+        self.images = ImageCollector() if images is None else images
+        """The images that messages may name."""
         self._engine = engine
         self._chat = chat
         self._sampling = sampling
@@ -219,53 +239,17 @@ class Conversation:
         ]
         call = self.calls.call("policy", "generate", prompt_tokens=len(joined.ids))
         with self._waiting(), call:
-            completions = await self._all_completed(joined.ids, requests, listen)
+            completions = await self._all_completed(joined, requests, listen)
             turns = [
                 self._record(joined, sampling, completion)
                 for sampling, completion in zip(requests, completions, strict=True)
             ]
-            self._note_answers(call, turns, prompt, tools, joined.ids)
+            note_answers(call, turns, prompt, tools, joined.ids, self._chat.tokenizer)
 
         if drawn is not None:
             drawn(completions)
 
         return turns
-
-    def _note_answers(
-        self,
-        call: RunningCall,
-        turns: Sequence[Turn],
-        prompt: Sequence[Message] | Sequence[int] | str,
-        tools: Sequence[Mapping[str, Any]] | None,
-        ids: Sequence[int],
-    ) -> None:
-        """Records a call: its metadata for the store and, if the run is traced, the messages for
-        its span. `ids`: the whole prompt of the turns."""
-        versions = [version for turn in turns for version in turn.versions]
-        call.note(
-            turn=turns[0].index,
-            completions=len(turns),
-            completion_tokens=sum(len(turn.completion_ids) for turn in turns),
-            version=max(versions, default=-1),
-        )
-        tracing = call.tracing
-        if tracing is None:
-            return
-
-        has_contents = tracing.contents
-        call.traced_message = TracedMessage(
-            messages=_messages_of(prompt) if has_contents else (),
-            answers=[turn.messages[-1] for turn in turns] if has_contents else (),
-            tools=msgspec.json.encode(tools).decode() if has_contents and tools else "",
-            finish_reasons=[turn.finish_reason for turn in turns],
-            temperature=turns[0].temperature,
-            texts=partial(self._decode, ids, turns) if tracing.token2text else None,
-        )
-
-    def _decode(self, ids: Sequence[int], turns: Sequence[Turn]) -> tuple[str, list[str]]:
-        decode = self._chat.tokenizer.decode
-        completions = [str(decode(list(turn.completion_ids))) for turn in turns]
-        return str(decode(list(ids))), completions
 
     async def count_tokens(
         self,
@@ -288,7 +272,7 @@ class Conversation:
                 f"the model's context of {self._context_length} tokens: shorten them"
             )
 
-        added = await self._encode_new(match, new)
+        added, _ = await self._encode_new(match, new)
         return len(self._recorded_of(match)) + len(added)
 
     async def check(self, prompt: str | Sequence[int | Message]) -> None:
@@ -389,34 +373,46 @@ class Conversation:
         match = self._histories.find(tools, messages, values)
         before = self._recorded_of(match)
         new = list(messages[match.known :])
-        self._check_length(len(before), num_characters(new) + len(tools.as_json), len(new))
-        added = await self._encode_new(match, new)
+        num_parts = len(new) + sum(1 for _ in images_of_messages(new))
+        self._check_length(len(before), num_characters(new) + len(tools.as_json), num_parts)
+        added, spans = await self._encode_new(match, new)
         parent = None if match.answer is None else match.answer.turn
+        shown = [] if parent is None else spans_of_context(self._turns, parent)
+        images = with_files([*shown, *moved(spans, len(before))], self.images.files)
         self.drift.count(match)
 
-        return _Prompt(parent, added, before + added, new, self._histories.add(match))
+        last = self._histories.add(match)
+        return _Prompt(parent, added, before + added, new, last, added_images=spans, images=images)
 
     def _recorded_of(self, match: HistoryMatch) -> list[int]:
         """The ids up to the answer that a request continues from."""
         turn = None if match.answer is None else match.answer.turn
         return [] if turn is None else self._context(turn)
 
-    async def _encode_new(self, match: HistoryMatch, new: list[Message]) -> list[int]:
-        """The ids of the messages after that answer."""
+    async def _encode_new(
+        self, match: HistoryMatch, new: list[Message]
+    ) -> tuple[list[int], tuple[ImageSpan, ...]]:
+        """The ids of the messages after that answer, and the images among them."""
         tools = match.root.tools
+        files = self.images.files
         chat = self._chat.with_values(match.root.values)
         parent = None if match.answer is None else match.answer.turn
 
-        def encode() -> list[int]:
+        def encode() -> tuple[list[int], tuple[ImageSpan, ...]]:
             if parent is None:
-                return chat.first_prompt(new, tools)
-            last_id = self._turns[parent].completion_ids[-1]
-            ended_with_stop = chat.has_ended(last_id, new, tools)
-            return chat.continuation(new, ended_with_stop=ended_with_stop, tools=tools)
+                ids = chat.first_prompt(new, tools, files)
+            else:
+                last_id = self._turns[parent].completion_ids[-1]
+                ended_with_stop = chat.has_ended(last_id, new, tools, files)
+                ids = chat.continuation(
+                    new, ended_with_stop=ended_with_stop, tools=tools, images=files
+                )
+            return ids, chat.image_spans(ids, new, files)
 
         # Short messages are encoded in this thread, so that the order of events decides which
         # requests share a step.
-        return await in_thread(encode) if is_long(new) else encode()
+        is_slow = is_long(new) or not chat.knows_images(new)
+        return await in_thread(encode) if is_slow else encode()
 
     def _context(self, turn: int) -> list[int]:
         """All ids up to and including the turn's completion."""
@@ -424,8 +420,8 @@ class Conversation:
 
     def _check_length(self, num_recorded: int, added: int, messages: int = 0) -> None:
         """Raises RequestTooLongError if even the shortest encoding of `added` characters in
-        `messages` messages, after `num_recorded` tokens, exceeds the context. Each message has at
-        least the token that ends it."""
+        `messages` messages and images, after `num_recorded` tokens, exceeds the context. Each
+        message has at least the token that ends it, and each image one."""
         tokens = num_recorded + max(added // self._chat.longest_token, messages)
         if tokens >= self._context_length:
             raise RequestTooLongError(
@@ -449,6 +445,7 @@ class Conversation:
             )
 
         ids = checked_ids(prompt, self._chat.num_tokens)
+        check_no_images(ids, self._chat)
         num_recorded, parent = recorded_beginning(ids, self._turns, self._children)
         return _Prompt(parent, ids[num_recorded:], ids, [])
 
@@ -503,6 +500,8 @@ class Conversation:
             else None,
             penalties=sampling.penalties,
             routed_experts=completion.routed_experts,
+            images=joined.added_images,
+            processor=self._chat.fingerprint if joined.added_images else "",
             messages=[*joined.new_messages, message],
             tools=joined.last_message.tools.as_json
             if joined.last_message and joined.parent is None
@@ -553,29 +552,35 @@ class Conversation:
             self._pending[version] -= 1
 
     async def _all_completed(
-        self, ids: list[int], requests: Sequence[SamplingParams], listen: CompletionListener | None
+        self,
+        joined: _Prompt,
+        requests: Sequence[SamplingParams],
+        listen: CompletionListener | None,
     ) -> list[Completion]:
         """Runs the requests at once, and returns one completion for each. The first failure cancels
         the others."""
         completions = [
-            self._complete(ids, sampling, None if listen is None else partial(listen, number))
+            self._complete(joined, sampling, None if listen is None else partial(listen, number))
             for number, sampling in enumerate(requests)
         ]
         return await gather_all(completions) if len(requests) > 1 else [await completions[0]]
 
     async def _complete(
-        self, ids: list[int], sampling: SamplingParams, listen: TokenListener | None
+        self, joined: _Prompt, sampling: SamplingParams, listen: TokenListener | None
     ) -> Completion:
-        """The engine's answer. A failure is also stored in `broken`."""
+        """The engine's answer. A failure is also stored in `broken`. An engine that reads text only
+        needs no argument for images."""
+        images: dict[str, Any] = {"images": joined.images} if joined.images else {}
         streamed = None if listen is None else StreamedTokens(listen)
         try:
             with outside_scopes():  # the engine's own tasks outlive the attempt
                 completion = await self._engine.generate(
-                    ids,
+                    joined.ids,
                     sampling,
                     session=self._name,
                     deadline_s=self._timeout_s,
                     listen=None if streamed is None else streamed.add,
+                    **images,
                 )
 
             if streamed is not None:
@@ -593,11 +598,3 @@ class Conversation:
         except Exception as error:
             self.broken = self.broken or error
             raise
-
-
-def _messages_of(prompt: Sequence[Message] | Sequence[int] | str) -> Sequence[Message]:
-    """A copy of the messages, since the caller's list may grow. Empty for token ids."""
-    if isinstance(prompt, str):
-        return (Message("user", prompt),)
-    is_chat = bool(prompt) and not isinstance(prompt[0], int)
-    return tuple(cast("Sequence[Message]", prompt)) if is_chat else ()

@@ -208,7 +208,7 @@ def _find_rewrites(form: Message, came: Message) -> list[Undone]:
         changes.append("call_ids_changed")
     if form.name != came.name:
         changes.append("name_dropped")
-    if not isinstance(came.content, str):
+    if not isinstance(came.content, str) and came.content != form.content:
         changes.append("content_in_parts")
     if came.role == "assistant":
         changes += _find_restyling(form, came)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentevo.errors import BadRequestError
+from agentevo.inference.remote_models.images import EncodedImage
 from agentevo.inference.remote_models.wire import (
     BadAnswerError,
     RemoteReply,
@@ -17,7 +18,8 @@ from agentevo.inference.remote_models.wire import (
 )
 from agentevo.models.chat.answer_form import ANY_OBJECT, AnswerForm
 from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
-from agentevo.types import Message, ToolCall
+from agentevo.types import ImagePart, Message, TextPart, ToolCall
+from agentevo.types.content import parts_of
 
 VERSION = "2023-06-01"
 _CHOICES = {"auto": {"type": "auto"}, "none": {"type": "none"}, "required": {"type": "any"}}
@@ -41,7 +43,7 @@ def body_of(url: str, model: str, request: WireRequest) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": request.max_new_tokens,
-        "messages": _messages(messages),
+        "messages": _messages(messages, request.images),
         **{name: value for name, value in fields.items() if value is not None},
     }
     if request.tools:
@@ -83,7 +85,9 @@ def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": function["name"], **described, "input_schema": schema, **strict}
 
 
-def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _messages(
+    messages: Sequence[Message], images: Mapping[str, EncodedImage]
+) -> list[dict[str, Any]]:
     """The messages as content blocks in turns of user and assistant. Results of tools belong to the
     user."""
     turns: list[dict[str, Any]] = []
@@ -93,25 +97,35 @@ def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         role = "assistant" if message.role == "assistant" else "user"
         if not turns or turns[-1]["role"] != role:
             turns.append({"role": role, "content": []})
-        turns[-1]["content"] += _blocks(message)
+        turns[-1]["content"] += _blocks(message, images)
 
     return [turn for turn in turns if turn["content"]]
 
 
-def _blocks(message: Message) -> list[dict[str, Any]]:
+def _blocks(message: Message, images: Mapping[str, EncodedImage]) -> list[dict[str, Any]]:
+    blocks = [
+        _block(part, images)
+        for part in parts_of(message)
+        if isinstance(part, ImagePart) or part.text.strip()  # the API refuses an empty text
+    ]
     if message.role == "tool":
+        has_images = any(block["type"] == "image" for block in blocks)
         result = {"type": "tool_result", "tool_use_id": message.tool_call_id}
-        return [{**result, "content": message.text}]
-
-    blocks: list[dict[str, Any]] = []
-    if message.text.strip():  # the API refuses an empty text
-        blocks.append({"type": "text", "text": message.text})
+        return [{**result, "content": blocks if has_images else message.text}]
 
     for call in message.tool_calls:
         use = {"type": "tool_use", "id": call.id, "name": call.name}
         blocks.append({**use, "input": _arguments(call)})
 
     return blocks
+
+
+def _block(part: TextPart | ImagePart, images: Mapping[str, EncodedImage]) -> dict[str, Any]:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    image = images[part.sha256]
+    source = {"type": "base64", "media_type": image.media_type, "data": image.data}
+    return {"type": "image", "source": source}
 
 
 def _arguments(call: ToolCall) -> Any:

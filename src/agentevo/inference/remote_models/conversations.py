@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from agentevo.data.message_images import ImageCollector
 from agentevo.errors import BadRequestError
 from agentevo.inference.conversations.equivalence import key_of, places_of
 from agentevo.inference.remote_models.wire import Listen, RemoteReply
@@ -25,6 +26,7 @@ from agentevo.runtime.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls, RunningCall
 from agentevo.store.trace_context import TracedMessage
 from agentevo.types import Message, RemoteTurn, SamplingOverrides
+from agentevo.types.images import ImageFile
 
 POLICY = "policy"
 """The agent name of the turns if a remote model plays the policy."""
@@ -34,6 +36,11 @@ MAX_COMPLETIONS = 128
 
 class RemoteAnswerer(Protocol):
     """A remote model, or a replacement for it."""
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether it takes images."""
+        ...
 
     @property
     def within_s(self) -> float:
@@ -51,6 +58,7 @@ class RemoteAnswerer(Protocol):
         role: str,
         attempt: str,
         listen: Listen | None,
+        images: Mapping[str, ImageFile],
     ) -> RemoteReply:
         """See RemoteModel.generate."""
         ...
@@ -67,8 +75,11 @@ class RemoteConversations:
         name: str,
         seed: int,
         calls: AttemptCalls | None = None,
+        images: ImageCollector | None = None,
     ) -> None:
+        """`images`: those of the attempt, which its messages name."""
         self.models = models
+        self.images = ImageCollector() if images is None else images
         self.turns: list[RemoteTurn] = []
         self._name = name
         self._seed = seed
@@ -128,6 +139,7 @@ class RemoteConversations:
                         role=agent or "agent",
                         attempt=self._name,
                         listen=None if listen is None else partial(listen, index),
+                        images=self.images.files,
                     )
                     for index, seed in enumerate(seeds)
                 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.config.sections import EngineSection, ModelSection
 from agentevo.inference.embedded.torch_engine import TorchEngine
-from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.chat.chat_format import ChatFormat, chat_of
 from agentevo.models.compute.attention import prepare
 from agentevo.models.compute.positions import context_length
 from agentevo.models.files.load import load_model
@@ -30,7 +30,7 @@ def load(section: RemoteModelSection) -> LocalEngine:
     model = ModelSection(name=section.model, dtype=section.dtype, device=section.device)
     loaded = load_model(model)
     config = EngineSection(timeout_s=section.deadline_s, max_running=section.max_at_once)
-    chat = ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+    chat = chat_of(loaded)
     engine = TorchEngine(prepare(loaded.model), loaded.tokenizer, config)
     sampling = SamplingParams(
         temperature=0.0, max_new_tokens=section.max_new_tokens, stop_token_ids=chat.end_ids

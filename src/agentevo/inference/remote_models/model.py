@@ -26,27 +26,36 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
 from agentevo.config.remote_models import RemoteModelSection
+from agentevo.data.message_images import ImageCollector
 from agentevo.data.messages import messages_of, tools_of
 from agentevo.errors import BadRequestError, ConfigError, UnknownNameError
 from agentevo.inference.remote_models import anthropic_messages, openai_chat, token_scores
 from agentevo.inference.remote_models.cache import ReplyCache
 from agentevo.inference.remote_models.http import ModelServer, Unanswered
+from agentevo.inference.remote_models.images import (
+    EncodedImage,
+    encode_images,
+    most_prompt_tokens,
+)
 from agentevo.inference.remote_models.ledger import Ledger, LedgerLine, RemoteModelError, Spent
 from agentevo.inference.remote_models.wire import Listen, RemoteReply, Usage, WireRequest
 from agentevo.models.chat.answer_form import AnswerForm
 from agentevo.models.files.resolve import missing_model
 from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
 from agentevo.runtime.credentials import REFERENCE
+from agentevo.runtime.event_loop import in_thread
 from agentevo.runtime.registry import nearest
 from agentevo.runtime.seeds import derive_seed
 from agentevo.runtime.trace_header import trace_headers
 from agentevo.types import Message, SamplingOverrides
+from agentevo.types.images import ImageFile
 
 if TYPE_CHECKING:
     from agentevo.inference.remote_models.engine_server import EngineServer
@@ -96,11 +105,16 @@ class RemoteModel:
         self._takes_schemas = True
 
     @property
+    def sees_images(self) -> bool:
+        """Whether it takes images."""
+        return self.section.sees_images
+
+    @property
     def within_s(self) -> float:
         """The longest duration of a call, in seconds."""
         return self.section.deadline_s + MARGIN_S
 
-    async def generate(
+    async def generate(  # noqa: PLR0913 (what a request can have)
         self,
         messages: Sequence[Message | Mapping[str, Any]],
         *,
@@ -113,14 +127,17 @@ class RemoteModel:
         attempt: str = "",
         listen: Listen | None = None,
         schema: Mapping[str, Any] | None = None,
+        images: Mapping[str, ImageFile] = MappingProxyType({}),
     ) -> RemoteReply:
-        """Returns the answer to a whole history. `tool_choice`: auto, none, required or the name of
-        a function; `form` is the required form of the answer, and its `calls` replace
-        `tool_choice`; `sampling` replaces the recipe's values; `role` and `attempt` name the
-        purpose of the request in the price log. `listen` receives the answer as it arrives, on a
-        thread of this package; received pieces can't be withdrawn, so an answer that breaks off
-        after the first piece is not retried. `schema` is a JSON schema that the server enforces if
-        it can. If a server refuses schemas, later requests have none.
+        """Returns the answer to a whole history. `images`: maps a digest to the image, for the
+        images that messages name by digest; messages in OpenAI's form can also have data URLs.
+        `tool_choice`: auto, none, required or the name of a function; `form` is the required form
+        of the answer, and its `calls` replace `tool_choice`; `sampling` replaces the recipe's
+        values; `role` and `attempt` name the purpose of the request in the price log. `listen`
+        receives the answer as it arrives, on a thread of this package; received pieces can't be
+        withdrawn, so an answer that breaks off after the first piece is not retried. `schema` is a
+        JSON schema that the server enforces if it can. If a server refuses schemas, later requests
+        have none.
 
         Raises BudgetExceededError, RemoteModelError if there is no answer, and BadRequestError
         for an invalid request.
@@ -138,14 +155,17 @@ class RemoteModel:
                     role=role,
                     attempt=attempt,
                     listen=listen,
+                    images=images,
                 ),
             )
 
         if form is not None and form.calls != "auto":
             tool_choice = form.tool or form.calls
 
+        read_messages, encoded = await self._read(messages, images)
         wire_request = WireRequest(
-            messages=messages_of(messages),
+            messages=read_messages,
+            images=encoded,
             tools=None if not tools else tools_of(tools),
             tool_choice=tool_choice,
             form=form,
@@ -156,9 +176,35 @@ class RemoteModel:
 
         section = self.section
         body = self._wire.body(section.url, section.model, wire_request) | section.extra
-        max_new = wire_request.max_new_tokens
-        call = self._call(self._server, body, max_new, role, attempt, listen)
+        content = self._written(body)
+        most = most_prompt_tokens(content, read_messages, encoded)
+        limit = TokenLimit(most, wire_request.max_new_tokens)
+        call = self._call(self._server, body, content, limit, role, attempt, listen)
         return await self._result_of(call)
+
+    async def _read(
+        self, messages: Sequence[Message | Mapping[str, Any]], images: Mapping[str, ImageFile]
+    ) -> tuple[list[Message], dict[str, EncodedImage]]:
+        """The messages, and the images that they name by digest. Images are read on a thread.
+        Raises BadRequestError, also for images if the recipe does not say that the model takes
+        any."""
+        collector = ImageCollector()
+        collector.files.update(images)
+
+        def read() -> tuple[list[Message], dict[str, EncodedImage]]:
+            read_messages = messages_of(messages, collector)
+            return read_messages, encode_images(read_messages, collector.files)
+
+        if all(isinstance(_content_of(message), str | None) for message in messages):
+            return messages_of(messages), {}
+
+        read_messages, encoded = await in_thread(read)
+        if encoded and not self.section.sees_images:
+            raise BadRequestError(
+                f"the messages have images, and the remote model {self.name} reads text alone: "
+                f"set remote_models.{self.name}.sees_images=true if it takes images"
+            )
+        return read_messages, encoded
 
     async def score(
         self,
@@ -184,7 +230,9 @@ class RemoteModel:
         else:
             body["num_context"] = len(context_ids)
 
-        reply = await self._result_of(self._call(server, body, 1, role, attempt, None))
+        content = self._written(body)
+        limit = TokenLimit(len(content), 1)
+        reply = await self._result_of(self._call(server, body, content, limit, role, attempt, None))
         return reply.logprobs[len(context_ids) - 1 :]
 
     async def _result_of(self, call: Callable[[], RemoteReply]) -> RemoteReply:
@@ -216,29 +264,31 @@ class RemoteModel:
         self._takes_schemas = False  # if it refuses this too, the schema was not the reason
         return reply
 
+    def _written(self, body: Mapping[str, Any]) -> bytes:
+        try:
+            return msgspec.json.encode(body)
+        except (msgspec.MsgspecError, TypeError, ValueError) as error:
+            raise BadRequestError(f"the request can't be written as JSON: {error}") from error
+
     def _call(
         self,
         server: ModelServer | EngineServer,
-        body: dict[str, Any],
-        max_new_tokens: int,
+        body: Mapping[str, Any],
+        content: bytes,
+        limit: TokenLimit,
         role: str,
         attempt: str,
         listen: Listen | None,
     ) -> Callable[[], RemoteReply]:
-        """A checked request to a server, as a call for a thread."""
-        try:
-            content = msgspec.json.encode(body)
-            sent = content if listen is None else msgspec.json.encode({**self._wire.stream, **body})
-        except (msgspec.MsgspecError, TypeError, ValueError) as error:
-            raise BadRequestError(f"the request can't be written as JSON: {error}") from error
-
+        """A request to a server, as a call for a thread. `content` is the `body` in JSON."""
+        sent = content if listen is None else self._written({**self._wire.stream, **body})
         self._num_calls += 1
         line = LedgerLine(
             id="", state="failed", model=self.name, role=role, attempt=attempt, at=time.time()
         )
         until = time.monotonic() + self.section.deadline_s
         request = _RemoteRequest(
-            server, sent, max_new_tokens, until, self._num_calls, listen, trace_headers()
+            server, sent, limit, until, self._num_calls, listen, trace_headers()
         )
         return partial(self._answer, content, request, line)
 
@@ -291,9 +341,9 @@ class RemoteModel:
             raise self._late("it waited for its turn")
 
         content = request.content
-        max_new = request.max_new_tokens
-        most_tokens = len(content) + max_new  # a token has at least one byte
-        most = Spent(requests=1, tokens=most_tokens, cost=self._price(len(content), 0, max_new))
+        most_prompt, max_new = request.limit
+        cost = self._price(most_prompt, 0, max_new)
+        most = Spent(requests=1, tokens=most_prompt + max_new, cost=cost)
         number = self.ledger.begin(most, role=call.role, until=request.until)
         line = msgspec.structs.replace(call, id=number, at=time.time())
         started_at = time.monotonic()
@@ -316,7 +366,7 @@ class RemoteModel:
         line.seconds = time.monotonic() - started_at
         line.status = status
         line.state = "completed"
-        usage = reply.usage or Usage(prompt_tokens=len(content), completion_tokens=max_new)
+        usage = reply.usage or Usage(prompt_tokens=most_prompt, completion_tokens=max_new)
         line.is_estimated = reply.usage is None
         line.prompt_tokens = usage.prompt_tokens
         line.cached_tokens = usage.cached_tokens
@@ -355,13 +405,25 @@ class RemoteModel:
         )
 
 
+class TokenLimit(NamedTuple):
+    """The most tokens of a request."""
+
+    prompt: int
+    """A byte of text has at most one."""
+    completion: int
+
+
+def _content_of(message: Message | Mapping[str, Any]) -> Any:
+    return message.content if isinstance(message, Message) else message.get("content")
+
+
 @dataclass(slots=True)
 class _RemoteRequest:
     """A request, which may be sent several times."""
 
     server: ModelServer | EngineServer
     content: bytes
-    max_new_tokens: int
+    limit: TokenLimit
     until: float
     """The monotonic time at which the call must end."""
     number: int

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from agentevo.data.messages import REASONING_KEYS, messages_of
 from agentevo.errors import BadRequestError
+from agentevo.inference.remote_models.images import EncodedImage
 from agentevo.inference.remote_models.wire import (
     BadAnswerError,
     RemoteReply,
@@ -18,9 +19,14 @@ from agentevo.inference.remote_models.wire import (
 )
 from agentevo.models.chat.answer_form import ANY_OBJECT, AnswerForm
 from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
-from agentevo.types import Message
+from agentevo.types import ImagePart, Message, TextPart
+from agentevo.types.content import parts_of
 
 _CHOICES = ("auto", "none", "required")
+NO_TEXT = "(an image, which follows)"
+"""The text of a tool's result that is only images."""
+RESULTS = "The images of the results above, in their order:"
+"""The text before the images of tools' results."""
 LARGEST_SEED = 2**31 - 1
 """The largest seed, because some servers store a seed in 32 bits."""
 
@@ -41,7 +47,7 @@ def body_of(url: str, model: str, request: WireRequest) -> dict[str, Any]:
     }
     body: dict[str, Any] = {
         "model": model,
-        "messages": [as_openai(message) for message in with_call_ids(request.messages)],
+        "messages": _messages(with_call_ids(request.messages), request.images),
         **{name: value for name, value in fields.items() if value is not None},
     }
     if request.tools:
@@ -52,6 +58,43 @@ def body_of(url: str, model: str, request: WireRequest) -> dict[str, Any]:
     return (
         body if request.form is None else body | _form(request.form, has_tools=bool(request.tools))
     )
+
+
+def _messages(
+    messages: Sequence[Message], images: Mapping[str, EncodedImage]
+) -> list[dict[str, Any]]:
+    """The messages in OpenAI's form. Results of tools have no images in this API, so the images of
+    adjacent results follow them in a message of the user."""
+    sent: list[dict[str, Any]] = []
+    waiting: list[dict[str, Any]] = []
+    for message in messages:
+        if waiting and message.role != "tool":
+            sent.append(_user_message(waiting))
+            waiting = []
+
+        fields = as_openai(message)
+        parts = [_part(part, images) for part in parts_of(message)]
+        shown = [part for part in parts if part["type"] == "image_url"]
+        if message.role == "tool" and shown:
+            fields["content"] = message.text or NO_TEXT
+            waiting += shown
+        elif shown:
+            fields["content"] = parts
+        else:
+            fields["content"] = message.text
+        sent.append(fields)
+
+    return [*sent, _user_message(waiting)] if waiting else sent
+
+
+def _user_message(images: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "text", "text": RESULTS}, *images]}
+
+
+def _part(part: TextPart | ImagePart, images: Mapping[str, EncodedImage]) -> dict[str, Any]:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    return {"type": "image_url", "image_url": {"url": images[part.sha256].url}}
 
 
 def _form(form: AnswerForm, *, has_tools: bool) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
-from agentevo.errors import AgentEvoError, BadRequestError
+from agentevo.errors import AgentEvoError
 from agentevo.inference.conversations.equivalence import places_of
+from agentevo.inference.remote_models.images import EncodedImage
 from agentevo.models.chat.answer_form import AnswerForm
 from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
 from agentevo.types import FinishReason, Message, SamplingOverrides
@@ -77,6 +78,8 @@ class WireRequest:
     """auto, none, required, or the name of a function."""
     form: AnswerForm | None = None
     """The required form of the answer. `tool_choice` decides which calls it may have."""
+    images: Mapping[str, EncodedImage] = field(default_factory=dict)
+    """Maps a digest to the image, for every image that the messages name."""
     sampling: SamplingOverrides
     """The sampling settings, including the recipe's values for the model. max_new_tokens is always
     set."""
@@ -126,12 +129,6 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
     with_ids: list[Message] = []
     ids: list[str] = []
     for number, (message, place) in enumerate(zip(messages, places_of(messages), strict=True)):
-        if not isinstance(message.content, str):
-            raise BadRequestError(
-                f"message {number + 1} has an image, which is known by its digest alone: a remote "
-                "model can't see it; send text"
-            )
-
         if message.role == "tool":
             call_id = message.tool_call_id or (ids[place] if place < len(ids) else f"call_{number}")
             message = msgspec.structs.replace(message, tool_call_id=call_id)

@@ -22,14 +22,20 @@ messages), no continuation exists. Such a template is refused at construction, a
 moves are refused at their first use. One mismatch remains: if a completion ends in the middle of a
 word, the template's rendering might merge its last characters with the end-of-turn text. Special
 tokens, which all common templates use there, never merge.
+
+Images of messages need a model that sees (models/vision/processor.py). Its template writes one
+placeholder for each, in whose place the tokens of the image are encoded. `image_spans` finds them
+among the ids. Equal messages have equal images, since a message names an image by its digest.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import takewhile
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -48,32 +54,45 @@ from agentevo.models.chat.prompt_thoughts import EMPTY_THOUGHT, OPENS_THINKING, 
 from agentevo.models.chat.template_variables import why_refused
 from agentevo.models.chat.text_stream import TextStream, before_stop
 from agentevo.models.chat.token_texts import TokenTexts
+from agentevo.models.chat.turn_ends import (
+    ENDS_BY_FAMILY,
+    PROBE_ANSWER,
+    PROBE_USER,
+    after,
+    ids_of_marks,
+    next_role_id,
+    refusal,
+    turn_ends,
+)
 from agentevo.models.token_rows import num_tokens
 from agentevo.models.tool_calls import ToolCallParser, find_parser
-from agentevo.models.tool_calls.families import GEMMA, GLM
-from agentevo.models.tool_calls.harmony import ENDS as HARMONY_ENDS
 from agentevo.models.tool_calls.parser import HARMONY, THOUGHTS
 from agentevo.types import Message, ToolCall
+from agentevo.types.image_span import ImageSpan
+from agentevo.types.images import ImageFile, file_of, images_of_messages
 
+if TYPE_CHECKING:
+    from agentevo.models.files.load import LoadedModel
+    from agentevo.models.vision.processor import ImageTokens, VisionProcessor
+
+NO_IMAGES: Mapping[str, ImageFile] = MappingProxyType({})
 CACHED_MESSAGES = 8192
 """The number of cached encodings of messages."""
 CACHED_VARIANTS = 64
 """The number of cached chat formats with other values of the template's variables."""
 LONG_TEXT = 50_000
 """The number of characters that take about 10 ms to encode. Longer texts are not cached."""
-_FIRST = "probefirst"
 _SECOND = "probesecond"
-_ASKED = "probequestion"
 _SYSTEM = "probesystem"
-_USER = Message("user", _ASKED)
 _TAIL = max(map(len, THOUGHTS)) + len("\n")
 """The most tokens that the beginning of a thought can have."""
-_ENDS_BY_FAMILY = {
-    HARMONY: ("<|return|>", "<|call|>"),
-    GEMMA: ("<|tool_response>",),
-    GLM: ("<|user|>", "<|observation|>"),
-}
-"""Parser -> the tokens that end answers in its family, beside the declared ones."""
+
+
+def chat_of(loaded: LoadedModel) -> ChatFormat:
+    """The chat format of a loaded model. Raises ModelError for a chat template that can't be
+    continued turn by turn."""
+    generation = getattr(loaded.model, "generation_config", None)
+    return ChatFormat(loaded.tokenizer, generation, processor=loaded.processor)
 
 
 def num_characters(messages: Sequence[Message]) -> int:
@@ -86,9 +105,10 @@ def num_characters(messages: Sequence[Message]) -> int:
     )
 
 
-def is_long(messages: Sequence[Message]) -> bool:
-    """Whether the messages are too long to encode on the event loop, and to cache."""
-    return num_characters(messages) > LONG_TEXT
+def is_long(messages: Sequence[Message], images: Sequence[ImageTokens] = ()) -> bool:
+    """Whether the messages are too long to encode on the event loop, and to cache. `images`: the
+    tokens of their images."""
+    return num_characters(messages) + sum(len(image.text) for image in images) > LONG_TEXT
 
 
 class ChatFormat:
@@ -100,13 +120,18 @@ class ChatFormat:
         tokenizer: PreTrainedTokenizerBase,
         generation_config: GenerationConfig | None = None,
         template: ChatTemplate | None = None,
+        processor: VisionProcessor | None = None,
     ) -> None:
-        """`template`: the tokenizer's, with values of its variables."""
+        """`template`: the tokenizer's, with values of its variables. `processor`: the model's, if
+        it sees; without it, messages with images are refused."""
         self.tokenizer = tokenizer
         self._generation_config = generation_config
-        self._template = ChatTemplate(tokenizer) if template is None else template
+        self.processor = processor
+        if template is None:
+            template = ChatTemplate(tokenizer) if processor is None else processor.template
+        self._template = template
         declared = [
-            *ids_of_marks(tokenizer, *_ENDS_BY_FAMILY.get(self.parser.name, ())),
+            *ids_of_marks(tokenizer, *ENDS_BY_FAMILY.get(self.parser.name, ())),
             *_eos_ids(tokenizer.eos_token_id),
             *_eos_ids(getattr(generation_config, "eos_token_id", None)),
         ]
@@ -128,7 +153,7 @@ class ChatFormat:
         self._continuation = lru_cache(CACHED_MESSAGES)(self._compute_continuation)
         self._tools_problem = lru_cache(CACHED_MESSAGES)(self._probe_tools)
         self._variant = lru_cache(CACHED_VARIANTS)(self._make_variant)
-        self.opening = self._check_history([_USER])
+        self.opening = self._check_history([PROBE_USER])
         """The generation prompt's text after the header of a finished message: "" or the
         beginning of a thought, such as "<think>\\n"."""
         self.system_problem = self._probe_system()
@@ -163,7 +188,7 @@ class ChatFormat:
 
         try:
             template = self._template.with_values(values)
-            variant = ChatFormat(self.tokenizer, self._generation_config, template)
+            variant = ChatFormat(self.tokenizer, self._generation_config, template, self.processor)
         except ModelError as error:
             raise BadRequestError(f"chat_template_kwargs: with these values, {error}") from error
         if variant.end_ids != self.end_ids:
@@ -173,36 +198,98 @@ class ChatFormat:
             )
         return variant
 
-    def first_prompt(self, messages: Sequence[Message], tools: ToolSchemas = NO_TOOLS) -> list[int]:
-        """The ids of a new conversation, up to the start of the assistant's answer."""
-        encode = self._compute_first_prompt if is_long(messages) else self._first_prompt
-        return list(encode(tuple(messages), tools))
+    def first_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: ToolSchemas = NO_TOOLS,
+        images: Mapping[str, ImageFile] = NO_IMAGES,
+    ) -> list[int]:
+        """The ids of a new conversation, up to the start of the assistant's answer. `images`: maps
+        a digest to the image, for each image of the messages. Raises ModelError for images if the
+        model does not see, and ImageError for one that is missing or damaged."""
+        shown = self._tokens_of(messages, images)
+        encode = self._compute_first_prompt if is_long(messages, shown) else self._first_prompt
+        return list(encode(tuple(messages), tools, shown))
 
     def continuation(
-        self, messages: Sequence[Message], *, ended_with_stop: bool, tools: ToolSchemas = NO_TOOLS
+        self,
+        messages: Sequence[Message],
+        *,
+        ended_with_stop: bool,
+        tools: ToolSchemas = NO_TOOLS,
+        images: Mapping[str, ImageFile] = NO_IMAGES,
     ) -> list[int]:
         """The ids to append after a completion, up to the start of the assistant's next answer.
         Without messages, the assistant answers again directly.
 
         `ended_with_stop`: the completion's last id is one of `end_ids`; the end-of-turn token is
         then not repeated. False if a limit cut it off or a stop string ended it: then the
-        end-of-turn token is part of the continuation.
+        end-of-turn token is part of the continuation. `images`: see `first_prompt`.
         """
-        encode = self._compute_continuation if is_long(messages) else self._continuation
-        return list(encode(tuple(messages), tools, ended_with_stop))
+        shown = self._tokens_of(messages, images)
+        encode = self._compute_continuation if is_long(messages, shown) else self._continuation
+        return list(encode(tuple(messages), tools, ended_with_stop, shown))
+
+    def image_spans(
+        self,
+        ids: Sequence[int],
+        messages: Sequence[Message],
+        images: Mapping[str, ImageFile] = NO_IMAGES,
+    ) -> tuple[ImageSpan, ...]:
+        """The images of these messages among the ids that `first_prompt` or `continuation` returned
+        for them, in order."""
+        if self.processor is None:
+            return ()
+        return self.processor.find_spans(ids, self._tokens_of(messages, images))
+
+    @property
+    def fingerprint(self) -> str:
+        """What the tokens and pixels of images depend on; empty for a model that reads text
+        only."""
+        return "" if self.processor is None else self.processor.fingerprint
+
+    def knows_images(self, messages: Sequence[Message]) -> bool:
+        """Whether no image of the messages has to be decoded to find its tokens."""
+        processor = self.processor
+        return processor is None or all(
+            processor.knows(part.sha256) for part in images_of_messages(messages)
+        )
+
+    def _tokens_of(
+        self, messages: Sequence[Message], images: Mapping[str, ImageFile]
+    ) -> tuple[ImageTokens, ...]:
+        """The tokens of each image of the messages, in order."""
+        processor = self.processor
+        if processor is None:
+            return ()
+        return tuple(
+            processor.tokens_of(file_of(part.sha256, images))
+            for part in images_of_messages(messages)
+        )
 
     def has_ended(
-        self, last_id: int, messages: Sequence[Message], tools: ToolSchemas = NO_TOOLS
+        self,
+        last_id: int,
+        messages: Sequence[Message],
+        tools: ToolSchemas = NO_TOOLS,
+        images: Mapping[str, ImageFile] = NO_IMAGES,
     ) -> bool:
         """Whether a completion with this last id has ended with the token that the continuation
         with these messages would begin with (`ended_with_stop`)."""
-        if self._ends_at_next_role:
-            return last_id == self.continuation(messages, ended_with_stop=False, tools=tools)[0]
-        return last_id in self.end_ids
+        if not self._ends_at_next_role:
+            return last_id in self.end_ids
+        following = self.continuation(messages, ended_with_stop=False, tools=tools, images=images)
+        return last_id == following[0]
 
     def completion(self, message: Message) -> list[int]:
         """The ids of an assistant's message that the policy did not sample (a demonstration), in
         the form in which the policy would sample it, including the end-of-turn token."""
+        if any(images_of_messages([message])):
+            raise ModelError(
+                "a message of the assistant holds an image, and a policy writes text only: give "
+                "images to the user's messages or to results of tools"
+            )
+
         end = self.end_of_turn_id
         if message.tool_calls or message.reasoning is not None:
             text, end = self._written_with_end(message)
@@ -285,13 +372,15 @@ class ChatFormat:
 
     @cached_property
     def _opening_after_result(self) -> str:
-        result = Message("tool", _FIRST, name="probename", tool_call_id="probe0000")
+        result = Message("tool", PROBE_ANSWER, name="probename", tool_call_id="probe0000")
         try:
             return self.opening_of(self.continuation([result], ended_with_stop=False))
         except ModelError:
             return self.opening
 
-    def _compute_first_prompt(self, messages: tuple[Message, ...], tools: ToolSchemas) -> list[int]:
+    def _compute_first_prompt(
+        self, messages: tuple[Message, ...], tools: ToolSchemas, images: tuple[ImageTokens, ...]
+    ) -> list[int]:
         if not messages:
             raise ModelError("a conversation needs at least one message")
 
@@ -300,22 +389,26 @@ class ChatFormat:
             problem = self.system_problem
         if problem is not None:
             raise ModelError(problem)
-        return self._encode(self._template.render(messages, prompt=True, tools=tools))
+        return self._encode(self._template.render(messages, prompt=True, tools=tools), images)
 
     def _compute_continuation(
-        self, messages: tuple[Message, ...], tools: ToolSchemas, ended_with_stop: bool
+        self,
+        messages: tuple[Message, ...],
+        tools: ToolSchemas,
+        ended_with_stop: bool,
+        images: tuple[ImageTokens, ...],
     ) -> list[int]:
         role = messages[0].role if messages else "assistant"
-        ids = self._after_tool_calls(messages, tools) if role == "tool" else None
+        ids = self._after_tool_calls(messages, tools, images) if role == "tool" else None
         if ids is None:
-            answered = [_USER, Message("assistant", _FIRST), *messages]
+            answered = [PROBE_USER, Message("assistant", PROBE_ANSWER), *messages]
             text = self._template.render(answered, prompt=True, tools=tools)
-            ids = self._encode(_after(_FIRST, text))
+            ids = self._encode(after(PROBE_ANSWER, text), images)
             if self._ends_at_next_role:
                 return ids[1:] if ended_with_stop else ids
             if self._end_in_history not in ids:
                 raise ModelError(
-                    _refusal(
+                    refusal(
                         "it does not end an assistant's message that is followed by one of role "
                         f"{role}"
                     )
@@ -329,14 +422,19 @@ class ChatFormat:
         return ids[1:] if ended_with_stop else ids
 
     def _after_tool_calls(
-        self, messages: tuple[Message, ...], tools: ToolSchemas
+        self,
+        messages: tuple[Message, ...],
+        tools: ToolSchemas,
+        images: tuple[ImageTokens, ...] = (),
     ) -> list[int] | None:
         """The text after an assistant's message with tool calls, from the token that ends the
         message. None if the template does not render calls, or has no token that ends them."""
         results = list(takewhile(lambda message: message.role == "tool", messages))
-        ids = self._after_calls_named("probename", results, messages, tools)
+        ids = self._after_calls_named("probename", results, messages, tools, images)
         unnamed = ids is not None and any(result.name is None for result in results)
-        if unnamed and ids != self._after_calls_named("probeother", results, messages, tools):
+        if unnamed and ids != self._after_calls_named(
+            "probeother", results, messages, tools, images
+        ):
             raise ModelError(
                 "the chat template writes the name of the tool with its result: give it with the "
                 'message, as in {"role": "tool", "name": "search", "content": "..."}'
@@ -345,27 +443,32 @@ class ChatFormat:
         return ids
 
     def _after_calls_named(
-        self, name: str, results: list[Message], messages: tuple[Message, ...], tools: ToolSchemas
+        self,
+        name: str,
+        results: list[Message],
+        messages: tuple[Message, ...],
+        tools: ToolSchemas,
+        images: tuple[ImageTokens, ...],
     ) -> list[int] | None:
         calls = tuple(
             ToolCall(
                 result.name or name,
-                json.dumps({"a": _FIRST}),
+                json.dumps({"a": PROBE_ANSWER}),
                 result.tool_call_id or f"probe{number:04d}",
             )
             for number, result in enumerate(results)
         )
-        conversation = [_USER, Message("assistant", "", calls), *messages]
+        conversation = [PROBE_USER, Message("assistant", "", calls), *messages]
         try:
             text = self._template.render(conversation, prompt=True, tools=tools)
         except ModelError:
             return None
 
-        pieces = text.split(_FIRST, len(calls))
+        pieces = text.split(PROBE_ANSWER, len(calls))
         if len(pieces) <= len(calls):
             return None
 
-        ids = self._encode(pieces[-1])
+        ids = self._encode(pieces[-1], images)
         end = next((place for place, token in enumerate(ids) if token in self.end_ids), None)
         return None if end is None else ids[end:]
 
@@ -376,8 +479,8 @@ class ChatFormat:
 
     def _written_with_end(self, message: Message) -> tuple[str, int]:
         """As `_written`, with the token that ends the message."""
-        prompt = self._template.render([_USER], prompt=True).removesuffix(self.opening)
-        rendered = self._template.render([_USER, message], prompt=False)
+        prompt = self._template.render([PROBE_USER], prompt=True).removesuffix(self.opening)
+        rendered = self._template.render([PROBE_USER, message], prompt=False)
         answer = rendered.removeprefix(prompt)
         ends = [self.end_of_turn_id, *(self.end_ids if self._omitted_header else ())]
         if message.tool_calls:
@@ -407,10 +510,13 @@ class ChatFormat:
     @cached_property
     def _ends_of_calls(self) -> list[int]:
         """The token that ends a message with tool calls in a history, if it is known."""
-        ids = self._after_tool_calls((Message("tool", _FIRST, name="probename"),), NO_TOOLS)
+        ids = self._after_tool_calls((Message("tool", PROBE_ANSWER, name="probename"),), NO_TOOLS)
         return [] if ids is None else ids[:1]
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, images: Sequence[ImageTokens] = ()) -> list[int]:
+        """`images`: the tokens of the images whose placeholders the text has, in order."""
+        if images and self.processor is not None:
+            text = self.processor.expand(text, images)
         ids = encode_rendering(self.tokenizer, text)
         text = text.replace(CUT, "")
         unknown = self.tokenizer.unk_token_id
@@ -438,13 +544,13 @@ class ChatFormat:
         def render(messages: list[Message], *, prompt: bool) -> str:
             return self._template.render([*start, *messages], prompt=prompt, tools=tools)
 
-        first = Message("assistant", _FIRST)
+        first = Message("assistant", PROBE_ANSWER)
         second = Message("assistant", _SECOND)
         generation = render([], prompt=True)
-        once = render([first, _USER], prompt=True)
-        twice = render([first, _USER, second, _USER], prompt=True)
+        once = render([first, PROBE_USER], prompt=True)
+        twice = render([first, PROBE_USER, second, PROBE_USER], prompt=True)
 
-        header, sentinel, after_first = once.partition(_FIRST)
+        header, sentinel, after_first = once.partition(PROBE_ANSWER)
         omitted = header[len(generation) :] if header.startswith(generation) else ""
         is_thought = not omitted.strip() or EMPTY_THOUGHT.fullmatch(omitted.lstrip())
         if omitted and (self.parser.name == HARMONY or is_thought):
@@ -455,20 +561,18 @@ class ChatFormat:
 
         if not sentinel or not generation.startswith(header):
             raise ModelError(
-                _refusal(
+                refusal(
                     "[user, assistant, user] does not begin with the rendering of [user] and the "
                     "generation prompt"
                 )
             )
 
         if not twice.startswith(once.removesuffix(generation[len(header) :])):
-            raise ModelError(_refusal("a longer conversation does not begin with the shorter one"))
+            raise ModelError(refusal("a longer conversation does not begin with the shorter one"))
 
-        if _after(_SECOND, twice) != after_first:
+        if after(_SECOND, twice) != after_first:
             raise ModelError(
-                _refusal(
-                    "what follows an assistant's message depends on how many turns came before"
-                )
+                refusal("what follows an assistant's message depends on how many turns came before")
             )
 
         return generation[len(header) :]
@@ -477,7 +581,7 @@ class ChatFormat:
         """Why conversations with a system message can't be continued, or None. Other conversations
         are not affected."""
         try:
-            self._check_history([Message("system", _SYSTEM), _USER])
+            self._check_history([Message("system", _SYSTEM), PROBE_USER])
         except ModelError as error:
             return (
                 f"with a system message: {error}; leave it out, or put its text into the first "
@@ -490,104 +594,10 @@ class ChatFormat:
         """Why conversations with these tools can't be continued, or None."""
         try:
             self._template.check_tools(tools)
-            self._check_history([_USER], tools)
+            self._check_history([PROBE_USER], tools)
         except ModelError as error:
             return f"with tools: {error}"
         return None
-
-
-def next_role_id(template: ChatTemplate) -> int | None:
-    """The special token right after an assistant's message that another message follows, in a
-    template that ends the last message with nothing. None for other templates."""
-    tokenizer = template.tokenizer
-    conversation = [_USER, Message("assistant", _FIRST)]
-    if _after(_FIRST, template.render(conversation, prompt=False)).strip():
-        return None
-
-    text = _after(_FIRST, template.render([*conversation, _USER], prompt=True))
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return ids[0] if ids and ids[0] in special_ids(tokenizer) else None
-
-
-def next_role_marks(template: ChatTemplate) -> tuple[str, str] | None:
-    """The tokens that end an answer and a message with tool calls, in a family whose template
-    leaves the end of a message to the beginning of the next one. None for other templates."""
-    if find_parser(str(template.tokenizer.get_chat_template())).name != GLM:
-        return None
-    answer, calls = _ENDS_BY_FAMILY[GLM]
-    known = ids_of_marks(template.tokenizer, answer, calls)
-    return (answer, calls) if len(known) == 2 and next_role_id(template) in known else None
-
-
-def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The first special token after an assistant's message. It must be the same whether or not
-    another message follows. Raises ModelError if there is none."""
-    last, in_history = turn_ends(ChatTemplate(tokenizer))
-    if last != in_history:
-        raise ModelError(
-            _refusal("it ends an assistant's message differently once another message follows")
-        )
-    return last
-
-
-def turn_ends(template: ChatTemplate) -> tuple[int, int]:
-    """The first special tokens after an assistant's message: after the last message, and after one
-    that others follow. Only Harmony's templates may have different ones. Raises ModelError for
-    other templates with different tokens, and for templates without such a token."""
-    tokenizer = template.tokenizer
-
-    def after_answer(messages: list[Message], *, prompt: bool) -> list[int]:
-        text = template.render([_USER, Message("assistant", _FIRST), *messages], prompt=prompt)
-        return list(tokenizer.encode(_after(_FIRST, text), add_special_tokens=False))
-
-    special = special_ids(tokenizer)
-    last = after_answer([], prompt=False)
-    end = next((position for position, token in enumerate(last) if token in special), None)
-    if end is None:
-        raise ModelError(
-            _refusal(
-                "it puts no special token at the end of an assistant's message, so the end of a "
-                "turn can't be found"
-            )
-        )
-
-    followed = after_answer([_USER], prompt=True)[: end + 1]
-    is_harmony = find_parser(str(tokenizer.get_chat_template())).name == HARMONY
-    harmony_ends = ids_of_marks(tokenizer, *HARMONY_ENDS) if is_harmony else []
-    if followed != last[: end + 1] and not (
-        followed[:end] == last[:end] and {*followed[end:], last[end]} <= set(harmony_ends)
-    ):
-        raise ModelError(
-            _refusal("it ends an assistant's message differently once another message follows")
-        )
-
-    return last[end], followed[end]
-
-
-def ids_of_marks(tokenizer: PreTrainedTokenizerBase, *texts: str) -> list[int]:
-    """The ids of those marks that this tokenizer has as tokens."""
-    vocabulary = tokenizer.get_vocab()
-    return [vocabulary[text] for text in texts if text in vocabulary]
-
-
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The ids of all special tokens, including those that were added without a role."""
-    added = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-    return {*tokenizer.all_special_ids, *added}
-
-
-def _after(sentinel: str, text: str) -> str:
-    _, sentinel_kept, after = text.partition(sentinel)
-    if not sentinel_kept:
-        raise ModelError(_refusal("it drops or changes earlier assistant messages"))
-    return after
-
-
-def _refusal(why: str) -> str:
-    return (
-        f"the chat template can't be continued turn by turn: {why}. Use a model whose "
-        "template only appends, or edit its template"
-    )
 
 
 def _eos_ids(value: int | list[int] | None) -> list[int]:

@@ -264,7 +264,9 @@ def _text_content(message: Message) -> str:
         if image is not None:
             raise ModelError(
                 f"a message of role {message.role} holds an image ({image.media_type}, SHA-256 "
-                f"{image.sha256[:12]}...), and the engine reads text only: leave images out"
+                f"{image.sha256[:12]}...), and the model reads text only: choose one that sees, "
+                "such as Qwen/Qwen2.5-VL-3B-Instruct or HuggingFaceTB/SmolVLM-256M-Instruct "
+                "(docs/messages.md), or leave images out"
             )
 
     return message.text

@@ -45,6 +45,7 @@ from agentevo.runtime.parsing import read_json_object
 
 if TYPE_CHECKING:
     from agentevo.config import ModelSection
+    from agentevo.models.vision.processor import VisionProcessor
 
 _CAUSAL = "a causal language model"
 
@@ -59,6 +60,8 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     name: str
     """The model's name in the recipe."""
+    processor: VisionProcessor | None = None
+    """Shows images to the model. None for a model that reads text only."""
 
 
 def load_model(

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,12 +36,14 @@ from agentevo.models.vision.image_template import ImageChatTemplate
 from agentevo.models.vision.positions import mrope_positions, plain_positions
 from agentevo.types import Message
 from agentevo.types.image_span import ImageSpan
-from agentevo.types.images import ImageFile, images_of_messages
+from agentevo.types.images import ImageFile, file_of, images_of_messages
 
 MODEL_INPUTS = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_position_ids")
 """The tensors of an image processor that models read. The others describe the layout."""
 NAMES_OF_CLASSES = ("auto_map", "feature_extractor_type", "image_processor_type", "processor_class")
 """The settings of an image processor that change no pixel. Loading one may add them."""
+KEPT_IMAGES = 2048
+"""The number of images whose tokens are kept. Those of a large image have about 20 kB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +58,20 @@ class ProcessedImage:
     """The text that replaces the image's placeholder."""
     grid: tuple[int, ...]
     """See ImageSpan."""
+
+
+class ImageTokens(NamedTuple):
+    """The tokens of an image in a prompt: all that ids and spans depend on. Equal for equal files,
+    under one processor."""
+
+    digest: str
+    """The SHA-256 of the image file, in hexadecimal."""
+    text: str
+    """The text that replaces the image's placeholder."""
+    grid: tuple[int, ...]
+    """See ImageSpan."""
+    num_features: int
+    """The number of feature tokens in the text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +102,12 @@ class VisionProcessor:
         """The ids that a policy must never sample."""
         self._image_processor = image_processor
         marks = frozenset((self.family.placeholder, self.family.feature))
-        self._template = ImageChatTemplate(tokenizer, marks)
-        self._feature_id = _only_id(tokenizer, self.family.feature)
+        self.template = ImageChatTemplate(tokenizer, marks)
+        """The template that shows images."""
+        self.feature_id = _only_id(tokenizer, self.family.feature)
+        """The id in whose places the model reads features."""
+        self._image_tokens: dict[str, ImageTokens] = {}
+        """By digest, the oldest first."""
         self.fingerprint = self._make_fingerprint()
         """Names everything that ids, grids and pixel tensors of an image depend on, in hexadecimal.
         Pixels that are made again for a turn must come from a processor of the same
@@ -103,35 +123,66 @@ class VisionProcessor:
         image, for each image of the messages. Raises ImageError for an image that is missing,
         damaged or not the one of its digest; ModelError for a template that does not show each
         image once."""
-        files = [_file_of(part.sha256, images) for part in images_of_messages(messages)]
+        files = [file_of(part.sha256, images) for part in images_of_messages(messages)]
         return self.encode(self.render(messages, tools), files)
 
     def render(self, messages: Sequence[Message], tools: ToolSchemas = NO_TOOLS) -> str:
         """The text of a conversation with one placeholder per image, up to the beginning of the
         answer. Engines that expand placeholders themselves get it. Markers that messages spell,
         placeholders among them, are cut in it (data/message_markers.py)."""
-        return self._template.render(messages, prompt=True, tools=tools)
+        return self.template.render(messages, prompt=True, tools=tools)
 
     def encode(self, text: str, files: Sequence[ImageFile]) -> VisionPrompt:
         """The tokens of a rendering that has a placeholder for each of these images, in their
         order. Raises as `prompt`."""
-        pieces = text.split(self.family.placeholder)
-        if len(pieces) - 1 != len(files):
-            raise ModelError(
-                f"the rendered conversation has {len(pieces) - 1} placeholders "
-                f"({self.family.placeholder}), and the messages have {len(files)} images: choose a "
-                "model whose chat template shows each image once"
-            )
-
+        self._check_places(text, len(files))
         by_digest = {file.part.sha256: file for file in files}
         processed = {digest: self.process(file) for digest, file in by_digest.items()}
         images = tuple(processed[file.part.sha256] for file in files)
+        tokens = [self._tokens_of(image) for image in images]
+        ids = encode_rendering(self.tokenizer, self.expand(text, tokens))
+        return VisionPrompt(ids, self.find_spans(ids, tokens), images)
+
+    def expand(self, text: str, images: Sequence[ImageTokens]) -> str:
+        """A rendering, with the texts of these images in place of its placeholders. Raises
+        ModelError for a rendering that does not have one placeholder for each image."""
+        pieces = self._check_places(text, len(images))
         texts = [image.text for image in images]
-        expanded = pieces[0] + "".join(
+        return pieces[0] + "".join(
             part for pair in zip(texts, pieces[1:], strict=True) for part in pair
         )
-        ids = encode_rendering(self.tokenizer, expanded)
-        return VisionPrompt(ids, self._find_spans(ids, images), images)
+
+    def _check_places(self, text: str, num_images: int) -> list[str]:
+        """The pieces of a rendering between its placeholders."""
+        pieces = text.split(self.family.placeholder)
+        if len(pieces) - 1 != num_images:
+            raise ModelError(
+                f"the rendered conversation has {len(pieces) - 1} placeholders "
+                f"({self.family.placeholder}), and the messages have {num_images} images: choose a "
+                "model whose chat template shows each image once"
+            )
+        return pieces
+
+    def tokens_of(self, file: ImageFile) -> ImageTokens:
+        """The tokens of an image. They are kept for the images that were read last. Raises
+        ImageError."""
+        known = self._image_tokens.get(file.part.sha256)
+        if known is not None:
+            return known
+
+        tokens = self._tokens_of(self.process(file))
+        self._image_tokens[tokens.digest] = tokens
+        for digest in list(self._image_tokens)[:-KEPT_IMAGES]:
+            self._image_tokens.pop(digest, None)
+        return tokens
+
+    def knows(self, digest: str) -> bool:
+        """Whether `tokens_of` returns at once."""
+        return digest in self._image_tokens
+
+    def _tokens_of(self, image: ProcessedImage) -> ImageTokens:
+        num_features = image.text.count(self.family.feature)
+        return ImageTokens(image.digest, image.text, image.grid, num_features)
 
     def process(self, file: ImageFile) -> ProcessedImage:
         """The pixel tensors and tokens of an image. Raises ImageError."""
@@ -167,11 +218,13 @@ class VisionProcessor:
             for name in names
         }
 
-    def _find_spans(
-        self, ids: Sequence[int], images: Sequence[ProcessedImage]
+    def find_spans(
+        self, ids: Sequence[int], images: Sequence[ImageTokens]
     ) -> tuple[ImageSpan, ...]:
-        places = np.flatnonzero(np.asarray(ids, dtype=np.int64) == self._feature_id).tolist()
-        counts = [image.text.count(self.family.feature) for image in images]
+        """The spans of these images, in order, among the ids that show them. Raises ModelError for
+        ids with more or fewer feature tokens than the images have."""
+        places = np.flatnonzero(np.asarray(ids, dtype=np.int64) == self.feature_id).tolist()
+        counts = [image.num_features for image in images]
         if len(places) != sum(counts):
             raise ModelError(
                 f"the ids have {len(places)} tokens {self.family.feature} for {sum(counts)} "
@@ -179,9 +232,10 @@ class VisionProcessor:
             )
 
         spans = []
+        start = 0
         for image, count in zip(images, counts, strict=True):
-            first, last = places[0], places[count - 1]
-            del places[:count]
+            first, last = places[start], places[start + count - 1]
+            start += count
             spans.append(ImageSpan(first, last + 1 - first, image.grid, image.digest))
         return tuple(spans)
 
@@ -194,7 +248,7 @@ class VisionProcessor:
         facts = {
             "image_processor": [type(self._image_processor).__name__, processor],
             "family": [self.family.name, self.family.numbers, dict(self.family.options)],
-            "feature": [self.family.feature, self._feature_id],
+            "feature": [self.family.feature, self.feature_id],
         }
         return sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -213,13 +267,6 @@ def load_processor(
         ) from error
 
     return VisionProcessor(tokenizer, image_processor, config)
-
-
-def _file_of(digest: str, images: Mapping[str, ImageFile]) -> ImageFile:
-    file = images.get(digest)
-    if file is None:
-        raise ImageError(f"the image {digest[:12]}... of a message is missing: send its file")
-    return file
 
 
 def _only_id(tokenizer: PreTrainedTokenizerBase, text: str) -> int:

@@ -6,9 +6,10 @@ the record, they refuse to answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from agentevo.config.remote_models import RemoteModelSection
 from agentevo.errors import EngineError
 from agentevo.inference.conversations.equivalence import key_of, places_of
 from agentevo.inference.engine import TokenListener
@@ -24,6 +25,7 @@ from agentevo.types import (
     Trajectory,
     Turn,
 )
+from agentevo.types.images import PromptImage
 
 
 class RecordedEngine:
@@ -53,8 +55,10 @@ class RecordedEngine:
         session: str | None = None,
         deadline_s: float,
         listen: TokenListener | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
-        """See Engine.generate. It does not notify a listener. Raises EngineError when it refuses to
+        """See Engine.generate. It does not notify a listener, and needs no images, since the ids
+        are compared. Raises EngineError when it refuses to
         answer."""
         turns = self._by_seed.get(sampling.seed, [])
         turn = next(
@@ -149,9 +153,14 @@ class RecordedModels(Mapping[str, "RecordedModel"]):
     for its seed. A call without a recorded answer fails, because it may have failed then: failed
     calls are not recorded."""
 
-    def __init__(self, names: Iterable[str], turns: Sequence[RemoteTurn]) -> None:
+    def __init__(
+        self, sections: Mapping[str, RemoteModelSection], turns: Sequence[RemoteTurn]
+    ) -> None:
         self.turns = turns
-        self._models = {name: RecordedModel(name, self) for name in names}
+        self._models = {
+            name: RecordedModel(name, self, sees_images=section.sees_images)
+            for name, section in sections.items()
+        }
         self._given: set[int] = set()
         self.difference: Difference | None = None
 
@@ -219,8 +228,9 @@ class RecordedModel:
 
     within_s = 0.0
 
-    def __init__(self, name: str, models: RecordedModels) -> None:
+    def __init__(self, name: str, models: RecordedModels, *, sees_images: bool) -> None:
         self.name = name
+        self.sees_images = sees_images
         self._models = models
 
     async def generate(

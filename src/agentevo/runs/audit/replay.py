@@ -26,11 +26,12 @@ from agentevo.config import RunConfig
 from agentevo.config.agents import brings_tasks
 from agentevo.config.named_agents import weights_of
 from agentevo.config.self_play import PROPOSER
+from agentevo.data.message_images import ImageCollector
 from agentevo.errors import CheckpointError, EngineError, StoreError
 from agentevo.inference.conversations.conversation import Conversation
 from agentevo.inference.default_engine import OWN
 from agentevo.inference.remote_models import RemoteConversations
-from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.chat.chat_format import ChatFormat, chat_of
 from agentevo.models.compute.positions import context_length
 from agentevo.rollout.group import GroupAttempt, InfrastructureFailure
 from agentevo.rollout.scoring import Scoring
@@ -46,6 +47,7 @@ from agentevo.store.codec import is_as_written
 from agentevo.store.opening import open_store
 from agentevo.store.store import Store
 from agentevo.types import SamplingParams, Task, Trajectory
+from agentevo.types.images import images_of_task, images_of_trajectory
 
 REWARD_TOLERANCE = 1e-9
 
@@ -142,6 +144,7 @@ async def replay(
         else:
             chosen = await _sample(config, store, sample, made_again=made_again)
         altered = await _find_altered(store, chosen)
+        images = await _images_of(store, chosen)
         shown = {t.task_id: source.as_agent_task(await store.task(t.task_id)) for t in chosen}
 
     replays = dict[str, TrajectoryReplay]()
@@ -170,9 +173,8 @@ async def replay(
         elif player is None or chat is None:
             result.unplayed = "its agent is a function, which was not passed"
         else:
-            await _play(
-                config, trajectory, shown[trajectory.task_id], player, chat, context, result
-            )
+            task = shown[trajectory.task_id]
+            await _play(config, trajectory, task, player, chat, context, images, result)
 
         if trajectory.id in altered and result.difference is None:
             what = (
@@ -193,6 +195,18 @@ def _why_not_replayable(config: RunConfig, agent: str) -> str:
         return ""
     other_agents = ", ".join(name for name in config.agents if name != agent) or "others"
     return f"its agent {agent} plays with {other_agents}, but a replay plays attempts of one agent"
+
+
+async def _images_of(store: Store, trajectories: Sequence[Trajectory]) -> ImageCollector:
+    """The images that the trajectories and their tasks name."""
+    named = {digest for t in trajectories for digest in images_of_trajectory(t)}
+    for t in trajectories:
+        named |= set(images_of_task(await store.task(t.task_id)))
+
+    images = ImageCollector()
+    for digest in sorted(named):
+        images.add(await store.image(digest))
+    return images
 
 
 async def _find_altered(store: Store, chosen: Sequence[Trajectory]) -> set[str]:
@@ -278,11 +292,7 @@ async def _sample_again(
     filters = SamplingParams(top_p=section.top_p, top_k=section.top_k, min_p=section.min_p)
     async for version, source in sources:
         loaded = load_version(config, source, version, policy)
-        chat = (
-            ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
-            if chat is None
-            else chat
-        )
+        chat = chat_of(loaded) if chat is None else chat
         context = context_length(loaded.model.config)
 
         for trajectory in trajectories:
@@ -321,6 +331,7 @@ async def _play(
     player: Agent,
     chat: ChatFormat,
     context: int,
+    images: ImageCollector,
     result: TrajectoryReplay,
 ) -> None:
     """Plays the task again (the second half). An error of the agent or agent.timeout_s ends the
@@ -335,13 +346,16 @@ async def _play(
         seed=conversation_seed,
         context_length=context,
         timeout_s=config.engine.timeout_s,
+        images=images,
     )
     gateway = _NoGateway()
 
     models = RecordedModels(config.remote_models, trajectory.remote_turns)
     remote = None
     if models:
-        remote = RemoteConversations(models, name=trajectory.id, seed=conversation_seed)
+        remote = RemoteConversations(
+            models, name=trajectory.id, seed=conversation_seed, images=conversation.images
+        )
 
     policy = Policy(conversation, gateway, remote, texts=Texts(config.agent.texts))
     attempt = GroupAttempt(player, task, policy, name=trajectory.id, limit_s=config.agent.timeout_s)
@@ -356,7 +370,10 @@ async def _play(
             scoring.compares(task) or scoring.asks_models(task) or scoring.asks_policy(task)
         )
         if judged_again:
-            (played,) = await scoring.score([played], [bool(attempt.unrewarded)], {}, task=task)
+            needs_reward = [bool(attempt.unrewarded)]
+            (played,) = await scoring.score(
+                [played], needs_reward, {}, task=task, images=conversation.images.files
+            )
         # other rewards, a judge or the weights are not used again
         elif played.status == "completed":
             recorded = {name: getattr(trajectory, name) for name in ("reward", "success")}

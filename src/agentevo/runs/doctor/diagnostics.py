@@ -19,7 +19,7 @@ from agentevo.config.named_agents import trained_agents
 from agentevo.inference.conversations.conversation import Conversation
 from agentevo.inference.embedded.kv_cache import kv_bytes_per_token
 from agentevo.inference.engine import Engine
-from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.chat.chat_format import chat_of
 from agentevo.models.compute.positions import context_length
 from agentevo.models.compute.rows import describe_rows, shares_prefixes
 from agentevo.models.files.load import LoadedModel
@@ -280,11 +280,7 @@ def check_sft_recipe(config: RunConfig) -> list[Check]:
     check_sft_data(config)
     check_memory(config)
     loaded = load_policy(config, None)
-    chat = (
-        None
-        if config.environment is None
-        else ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
-    )
+    chat = None if config.environment is None else chat_of(loaded)
     context = context_length(loaded.model.config)
     data = load_sft_data(config, loaded.tokenizer, chat, context, LiveView(config.run.name))
     lengths = [

@@ -4,13 +4,14 @@ with their results, and the reward."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError
 from agentevo.observability.call_view import duration
 from agentevo.observability.trajectory_view import message_text, visible
+from agentevo.rollout.given_tasks import TaskList
 from agentevo.rollout.group import GroupAttempt
 from agentevo.rollout.task_source import TaskSource
 from agentevo.runs.evaluation.chat import with_checkpoint
@@ -26,6 +27,7 @@ from agentevo.runs.orchestration.players import find_agent
 from agentevo.runtime.event_loop import run_coroutine
 from agentevo.store.call_log import RunningCall
 from agentevo.types import RemoteTurn, Task, Trajectory, Turn
+from agentevo.types.images import ImageFile
 
 MAX_SHOWN_CHARS = 4000
 """The maximum number of characters of a text that are shown, half of them its head and half its
@@ -37,18 +39,19 @@ KINDS = ("tool", "environment", "scorer", "process", "sandbox")
 
 def _task_to_try(
     config: RunConfig, text: str | None, answer: str | None, number: int
-) -> tuple[RunConfig, Task]:
-    """The configuration and the task, which is the recipe's held-out task with that number, or the
-    given text. Raises ConfigError."""
+) -> tuple[RunConfig, Task, TaskList]:
+    """The configuration, the task (the recipe's held-out task with that number, or the given text),
+    and the tasks that it is one of. Raises ConfigError."""
     if text is None:
-        tasks = TaskSource(config, None).held_out()
+        source = TaskSource(config, None)
+        tasks = TaskList(source.held_out(), source.images)
         if not 0 <= number < len(tasks):
             raise ConfigError(
                 f"--number {number}: there are {len(tasks)} held-out tasks, counted from 0"
             )
-        return config, tasks[number]
+        return config, tasks[number], tasks
     config = config_for_playing(config, ("--task",))
-    return config, Task(id="try", query=text, answer=answer, seed=number)
+    return config, Task(id="try", query=text, answer=answer, seed=number), TaskList()
 
 
 def try_attempt(
@@ -67,11 +70,20 @@ def try_attempt(
     before anything is played."""
     target = with_checkpoint(target, step)
     (contestant,) = find_contestants(target, (), overrides, () if text is None else ("--task",))
-    config, task = _task_to_try(contestant.config, text, answer, number)
+    config, task, tasks = _task_to_try(contestant.config, text, answer, number)
     if judged := _is_judged(config, task, question=text, answer=answer):
         check_play(config, [task], has_engine=contestant.remote is None)
     return run_coroutine(
-        _play_one(contestant, config, task, temperature, judged=judged, show=show, note=note)
+        _play_one(
+            contestant,
+            config,
+            task,
+            temperature,
+            images=tasks.images,
+            judged=judged,
+            show=show,
+            note=note,
+        )
     )
 
 
@@ -89,11 +101,13 @@ async def _play_one(
     task: Task,
     temperature: float,
     *,
+    images: Mapping[str, ImageFile],
     judged: bool,
     show: Callable[[str], None],
     note: Callable[[str], None],
 ) -> Trajectory:
     async with open_player(contestant, config, note) as sampler:
+        sampler.use_images(images)
         group = sampler.group(task, attempts=1, temperature=temperature, step=0, label=LABEL)
         (attempt,) = group.members
         live = LiveAttempt(attempt, show)

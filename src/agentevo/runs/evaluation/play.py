@@ -27,7 +27,7 @@ from agentevo.config.tasks import TasksSection
 from agentevo.errors import ConfigError, storable
 from agentevo.rewards.answer_texts import place_of
 from agentevo.rewards.reward import completion_of, stated_answer
-from agentevo.rollout.given_tasks import read_tasks
+from agentevo.rollout.given_tasks import TaskList, images_of_list, read_tasks
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.task_source import TaskSource, source_names
@@ -61,15 +61,15 @@ class PlaySettings:
 
 def find_tasks(
     config: RunConfig, files: Sequence[str], limit: int | None, given_tasks: Sequence[Task] = ()
-) -> tuple[list[Task], dict[str, str], list[str]]:
+) -> tuple[TaskList, dict[str, str], list[str]]:
     """The tasks, the source of each task, and notes about bad rows. The tasks come from these
     files, or are the given ones, or else the configuration's held-out tasks. Raises ConfigError."""
     if given_tasks:
-        return list(given_tasks)[:limit], {}, []
+        return TaskList(given_tasks[:limit], images_of_list(given_tasks)), {}, []
 
     if not files:
-        held_out = TaskSource(config, None).held_out()
-        return held_out[:limit], {}, []
+        source = TaskSource(config, None)
+        return TaskList(source.held_out()[:limit], source.images), {}, []
 
     section = TasksSection(
         train=tuple(files), fields=config.tasks.fields, allow_bad_rows=config.tasks.allow_bad_rows
@@ -79,7 +79,7 @@ def find_tasks(
     of_each = [name for name, size in zip(names, read.sizes, strict=True) for _ in range(size)]
     sources = {task.id: name for task, name in zip(read.train, of_each, strict=True)}
     lines = [line for report in read.reports for line in report.lines()]
-    return read.train[:limit], sources, lines
+    return TaskList(read.train[:limit], read.images), sources, lines
 
 
 def config_for_playing(config: RunConfig, files: Sequence[str]) -> RunConfig:
@@ -182,6 +182,7 @@ async def play(
 
     kept_in = None if folder is None else folder.path / "models" / quote(label, safe="")[-100:]
     async with open_player(contestant, config, note, kept_in) as sampler:
+        sampler.use_images(images_of_list(what.tasks))
         room = asyncio.Semaphore(_num_concurrent(contestant, config, what.attempts))
 
         async def attempt(task: Task) -> None:

@@ -15,7 +15,7 @@ from agentevo.errors import ConfigError, TrainingError, UnusableCheckpointError
 from agentevo.inference.engines import check_engine
 from agentevo.inference.serving.secret import RunSecret
 from agentevo.inference.weights.transports import check_transport
-from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.chat.chat_format import chat_of
 from agentevo.models.compute.adapters import check_lora
 from agentevo.models.files.load import LoadedModel, check_overrides, load_hollow
 from agentevo.models.files.resolve import TINY, locate, resolve, saved_folder
@@ -302,7 +302,7 @@ def check_unloaded(config: RunConfig) -> LoadedModel | None:
 def _check_template(config: RunConfig, loaded: LoadedModel) -> None:
     """Raises ModelError for a chat template in which no episode can continue, and ConfigError if
     the agent has a system message that the template does not accept."""
-    chat = ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+    chat = chat_of(loaded)
     remedy = _system_remedy(config.agent)
     if remedy and chat.system_problem is not None:
         raise ConfigError(f"model {loaded.name!r}: {chat.system_problem}: {remedy}")

@@ -61,6 +61,7 @@ from agentevo.types import Task
 
 if TYPE_CHECKING:
     from agentevo.inference.serving.run_engines import RunEngines
+    from agentevo.models.vision.processor import VisionProcessor
 
 
 @dataclass(eq=False)
@@ -86,6 +87,8 @@ class Components:
     policies: Mapping[str, AgentPolicy] = field(default_factory=dict)
     """By name, the policies of a rollout of several agents, including the main one; empty if
     there is only one policy."""
+    processor: VisionProcessor | None = None
+    """Shows images to the model. None for a model that reads text only."""
     run_engines: RunEngines | None = None
     """Equals `engine` where this process makes no engine and the run's other engines evaluate."""
 
@@ -126,7 +129,8 @@ class Components:
     @cached_property
     def chat(self) -> ChatFormat:
         """Raises ModelError for a chat template that can't be continued turn by turn."""
-        return ChatFormat(self.tokenizer, getattr(self.model, "generation_config", None))
+        generation = getattr(self.model, "generation_config", None)
+        return ChatFormat(self.tokenizer, generation, processor=self.processor)
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -146,6 +150,7 @@ class Components:
             note=self.note,
             players=players(self.config, self.policies),
             get_tasks=self.tasks.given,
+            task_images=self.tasks.images,
         )
 
 
@@ -252,7 +257,7 @@ async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
     engine = run_engines or make_engine(
         config, loaded, loaded.model if transport == "shared" else copy_policy(loaded.model)
     )
-    main = AgentPolicy(loaded.model, loaded.tokenizer, engine)
+    main = AgentPolicy(loaded.model, loaded.tokenizer, engine, loaded.processor)
     policies = make_policies(config, main, checkpoint, load_policy, transport)
     needs_environment = agent is None and isinstance(config.agent, EnvironmentAgentSection)
     plays = may_play and (config.environment is not None or not needs_environment)
@@ -284,6 +289,7 @@ async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
             note=note,
             checkpoint=checkpoint,
             policies=policies,
+            processor=loaded.processor,
             run_engines=run_engines,
         )
 

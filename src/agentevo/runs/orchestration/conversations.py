@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from agentevo.config import RunConfig, check_sft
 from agentevo.data import RowError, RowReport, check_source, read_conversations
 from agentevo.errors import ConfigError
-from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.chat.chat_format import ChatFormat, chat_of
 from agentevo.models.compute.positions import context_length, row_limit
 from agentevo.models.files.load import LoadedModel
 from agentevo.observability import LiveView
@@ -212,7 +212,7 @@ def read_sft_data(
     context = context_length(loaded.model.config)
     chat = None
     if config.environment is not None:
-        chat = ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+        chat = chat_of(loaded)
 
     try:
         return load_sft_data(config, loaded.tokenizer, chat, context, view, stop=stop)

@@ -88,6 +88,7 @@ def run_gateway(
                     note=note,
                     gateway=gateway,
                     get_tasks=tuple if tasks is None else tasks.given,
+                    task_images={} if tasks is None else tasks.images,
                 )
                 sessions = OutsideSessions(config, sampler, agent, engine, store, note)
                 next_tasks = NextTasks(config, tasks, sessions, store)

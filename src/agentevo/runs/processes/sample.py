@@ -109,6 +109,7 @@ def sample(
                     calls=calls,
                     note=note,
                     get_tasks=source.given,
+                    task_images=source.images,
                 )
                 service = SamplerService(
                     config, sampler, engine, store, source, worker=name, note=note
@@ -156,7 +157,13 @@ def chat_of_recipe(config: RunConfig) -> tuple[ChatFormat, int]:
         ) from error
 
     set_template(tokenizer, config.model)
-    return ChatFormat(tokenizer, generation), context_length(shape)
+    processor = None
+    if hasattr(shape, "vision_config"):  # images need torch
+        from agentevo.models.vision.processor import load_processor
+
+        processor = load_processor(folder, shape, tokenizer)
+
+    return ChatFormat(tokenizer, generation, processor=processor), context_length(shape)
 
 
 @asynccontextmanager

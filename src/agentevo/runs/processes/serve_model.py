@@ -15,7 +15,7 @@ from agentevo.config import RunConfig
 from agentevo.config.routing import without_routing
 from agentevo.inference.conversations.conversation import Conversation
 from agentevo.inference.engines import check_engine, engines
-from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.chat.chat_format import chat_of
 from agentevo.models.checkpoint_manifest import read as read_manifest
 from agentevo.models.compute.positions import context_length
 from agentevo.rollout.sampler import sampling_params
@@ -56,7 +56,7 @@ def serve_model(
         shown_name = name or config.run_dir.name
 
         async def serve() -> None:
-            chat = ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+            chat = chat_of(loaded)
             sampling = sampling_params(config.sampling, chat, config.sampling.temperature)
 
             def new_conversation() -> Conversation:

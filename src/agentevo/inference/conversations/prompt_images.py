@@ -1,0 +1,53 @@
+"""The images of a prompt, by the recorded turns: each engine request gets those of the whole
+context."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from msgspec.structs import replace
+
+from agentevo.errors import BadRequestError
+from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.types import Turn
+from agentevo.types.image_span import ImageSpan
+from agentevo.types.images import ImageFile, PromptImage, file_of
+
+
+def moved(spans: Sequence[ImageSpan], num_tokens: int) -> list[ImageSpan]:
+    """The spans, where `num_tokens` more tokens come before them."""
+    return [replace(span, offset=span.offset + num_tokens) for span in spans]
+
+
+def spans_of_context(turns: Sequence[Turn], index: int) -> list[ImageSpan]:
+    """The images among the ids of a turn's prompt and of the turns before it, by their place in the
+    whole context (types.context_of)."""
+    path = [turns[index]]
+    while path[-1].parent is not None:
+        path.append(turns[path[-1].parent])
+
+    spans: list[ImageSpan] = []
+    start = 0
+    for turn in reversed(path):
+        spans += moved(turn.images, start) if turn.images else ()
+        start += len(turn.prompt_ids) + len(turn.completion_ids)
+    return spans
+
+
+def with_files(
+    spans: Sequence[ImageSpan], images: Mapping[str, ImageFile]
+) -> tuple[PromptImage, ...]:
+    """The images of these spans. Raises ImageError if a file is missing."""
+    return tuple(PromptImage(span, file_of(span.digest, images)) for span in spans)
+
+
+def check_no_images(ids: Sequence[int], chat: ChatFormat) -> None:
+    """Raises BadRequestError for a prompt of token ids or plain text that has tokens of images:
+    those are the same for every image, so they do not say which one is meant."""
+    processor = chat.processor
+    if processor is not None and processor.feature_id in ids:
+        place = list(ids).index(processor.feature_id)
+        raise BadRequestError(
+            f"token {place} of the prompt is that of an image ({processor.family.feature}), and "
+            "ids do not say which image: send messages with images"
+        )

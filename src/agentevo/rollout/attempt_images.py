@@ -1,0 +1,71 @@
+"""The images of tasks and attempts: an attempt can show those of its task from the beginning, and
+those that it has shown are in the store before its trajectory is. Text alone costs no call of the
+store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from agentevo.agents.policy import Policy
+from agentevo.runtime.retry import STORE_RETRY_S, with_retries
+from agentevo.store.store import Store
+from agentevo.types import Task, Trajectory
+from agentevo.types.images import ImageFile, images_of_task, images_of_trajectory
+
+
+class AttemptImages:
+    """The images of the attempts at one task."""
+
+    def __init__(self, store: Store, given: Mapping[str, ImageFile], task: Task) -> None:
+        """`given`: images that this process has; the others come from the store."""
+        self._store = store
+        self._given = given
+        self._task = task
+
+    async def give(self, policies: Iterable[Policy]) -> None:
+        """Puts the images of the task at the disposal of these policies. Raises UnusableStoreError
+        for an image that the store does not have."""
+        for digest in images_of_task(self._task):
+            image = self._given.get(digest) or await with_retries(
+                lambda: self._store.image(digest),  # noqa: B023 (awaited before the next)
+                what="image",
+            )
+            for policy in policies:
+                policy.conversation.images.add(image)
+
+    async def keep(self, policies: Iterable[Policy], trajectories: Iterable[Trajectory]) -> None:
+        """Stores the images that these trajectories name, from the policies of their attempts."""
+        named = {name for trajectory in trajectories for name in images_of_trajectory(trajectory)}
+        if not named:
+            return
+
+        files = {
+            name: image
+            for policy in policies
+            for name, image in policy.images.items()
+            if name in named
+        }
+        await put_images(self._store, files.values())
+
+
+async def put_images(
+    store: Store, images: Iterable[ImageFile], *, within_s: float = STORE_RETRY_S
+) -> None:
+    """Stores images, and waits `within_s` seconds for an unavailable database."""
+    files = list(images)
+    if files:
+        await with_retries(lambda: store.put_images(files), within_s=within_s, what="put_images")
+
+
+async def put_images_of_tasks(
+    store: Store,
+    tasks: Sequence[Task],
+    given: Mapping[str, ImageFile],
+    *,
+    within_s: float = STORE_RETRY_S,
+) -> None:
+    """Stores those of the images that the tasks name, before the tasks are added."""
+    named = dict.fromkeys(name for task in tasks for name in images_of_task(task))
+    images = [given[name] for name in named if name in given]
+    await put_images(store, images, within_s=within_s)
