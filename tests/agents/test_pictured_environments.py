@@ -17,6 +17,7 @@ import pytest
 from agentevo import EnvironmentConfig, Observation, TextEnvironment
 from agentevo.agents import EnvironmentAgent, Reply
 from agentevo.agents.environment_agent import demonstrate
+from agentevo.agents.history import IMAGE_LEFT_OUT
 from agentevo.agents.named_texts import Texts
 from agentevo.config import EnvironmentAgentSection
 from agentevo.data.message_images import ImageCollector, inline_images
@@ -25,6 +26,7 @@ from agentevo.environments.frozen_lake import FrozenLakeConfig, FrozenLakeEnviro
 from agentevo.environments.sokoban import SokobanConfig, SokobanEnvironment
 from agentevo.errors import EnvironmentFailure
 from agentevo.types import ImagePart, Message, Task, TextPart
+from agentevo.types.images import images_of_messages
 
 PLAIN = EnvironmentAgentSection(format="plain", max_turns=6)
 DARK = np.zeros((4, 4, 3), np.uint8)
@@ -123,6 +125,14 @@ def test_a_turn_without_memory_has_the_newest_image_alone():
     digests = list(policy.images.files)
     assert [part for part in shown[1] if isinstance(part, ImagePart)] == [ImagePart(digests[1])]
     assert shown[3] == "Watch.\na text"
+
+
+def test_the_last_images_of_the_history_are_kept():
+    section = EnvironmentAgentSection(format="plain", max_turns=6, history={"last_images": 1})
+    _, policy = play(Film(FRAMES), ["go"] * 4, section)
+    *_, third = policy.images.files
+    assert list(images_of_messages(policy.asked[-1])) == [ImagePart(third)]
+    assert policy.asked[-1][0].text == f"Watch.\n{IMAGE_LEFT_OUT}start"
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from agentevo import Observation
 from agentevo.data.message_images import ImageCollector
 from agentevo.environments.observation import (
     Picture,
-    content_of,
     has_form,
     read_observation,
+    read_pictures,
     text_of,
 )
 from agentevo.errors import EnvironmentFailure
@@ -97,14 +97,14 @@ def test_other_forms_are_refused_with_the_right_ones(observation, words):
 def test_a_message_has_the_images_by_digest():
     images = ImageCollector()
     for image in (PNG, RED, PIL.Image.fromarray(RED), block(PNG)):
-        content = content_of(("see ", Picture(image), "!"), images.read, "reset")
+        content = read_pictures(("see ", Picture(image), "!"), images.read, "reset")
         (digest,) = images.files  # the same pixels, by the same encoder: the same image
         assert content == (TextPart("see "), ImagePart(digest), TextPart("!"))
     assert images.files[digest].data == PNG
 
 
 def test_a_text_needs_no_policy_that_sees():
-    assert content_of("at 3", None, "reset") == "at 3"
+    assert read_pictures("at 3", None, "reset") == "at 3"
 
 
 def animated() -> bytes:
@@ -133,7 +133,7 @@ def animated() -> bytes:
 )
 def test_an_image_that_cannot_be_used_fails_the_attempt_with_its_place(image, words):
     with pytest.raises(EnvironmentFailure, match=words) as failure:
-        content_of((Picture(PNG), "a", Picture(image)), ImageCollector().read, "step")
+        read_pictures((Picture(PNG), "a", Picture(image)), ImageCollector().read, "step")
     assert "image 2 of the environment's step()" in str(failure.value)
 
 

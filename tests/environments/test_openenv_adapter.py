@@ -21,7 +21,7 @@ from agentevo.agents.environment_thread import EnvironmentThread, Pace
 from agentevo.data.images import decode_image, read_image
 from agentevo.data.message_images import ImageCollector
 from agentevo.environments import make, openenv_adapter
-from agentevo.environments.observation import Picture, content_of, read_observation
+from agentevo.environments.observation import Picture, read_observation, read_pictures
 from agentevo.environments.openenv_adapter import OpenEnvConfig
 from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.runtime.trace_header import current
@@ -239,11 +239,11 @@ def test_a_server_names_no_files_and_no_addresses(server, path):
     for images in (block[:1], block[1:]):
         _, first = playing(server, seen(images))
         with pytest.raises(EnvironmentFailure, match="image 1 of the environment's reset"):
-            content_of(read_observation(first, "reset"), ImageCollector().read, "reset")
+            read_pictures(read_observation(first, "reset"), ImageCollector().read, "reset")
 
     _, first = playing(server, seen("a", screen=path), image_fields=["screen"])
     with pytest.raises(EnvironmentFailure, match=r"is not base64|give a whole PNG"):
-        content_of(read_observation(first, "reset"), ImageCollector().read, "reset")
+        read_pictures(read_observation(first, "reset"), ImageCollector().read, "reset")
 
 
 @pytest.mark.slow

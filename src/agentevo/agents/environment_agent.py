@@ -27,21 +27,21 @@ from statistics import fmean
 from typing import TypeVar
 
 from agentevo.agents.environment_thread import EnvironmentThread, Pace
+from agentevo.agents.history import keep_last_images
 from agentevo.agents.policy import Policy
 from agentevo.config import EnvironmentAgentSection
 from agentevo.config.agents import agents
 from agentevo.data.message_images import ImageCollector
 from agentevo.environments import TextEnvironment
-from agentevo.environments.observation import Seen, content_of, read_observation, text_of
+from agentevo.environments.observation import Seen, read_observation, read_pictures, text_of
 from agentevo.environments.step_results import read_reset, read_step
 from agentevo.errors import EnvironmentFailure, RequestTooLongError
 from agentevo.rewards.returned_values import plain_bool, plain_number
-from agentevo.types import ImagePart, Message, Outcome, Task, TextPart
+from agentevo.types import Message, Outcome, Task
+from agentevo.types.content import Content, content_of
 from agentevo.types.images import ImageFile
 
 T = TypeVar("T")
-Content = str | tuple[TextPart | ImagePart, ...]
-"""The content of a message."""
 
 FACTS = ("valid", "effective", "success")
 """The keys that the info of every step has (environments/environment.py)."""
@@ -97,11 +97,11 @@ def first_messages(
     """The conversation before the policy's first turn."""
     rules = section.texts.get("rules", environment.instructions)
     system = section.texts.get("system", section.system_prompt)
-    parts = [part for part in (rules, answer_instructions(section)) if part]
+    told = [part for part in (rules, answer_instructions(section)) if part]
     if isinstance(observation, str):
-        content: Content = "\n".join([*parts, observation] if observation else parts)
+        content: Content = "\n".join([*told, observation] if observation else told)
     else:
-        content = (TextPart("".join(f"{part}\n" for part in parts)), *observation)
+        content = content_of([*(f"{part}\n" for part in told), *observation])
     opening = [Message("user", content)]
     return opening if system is None else [Message("system", system), *opening]
 
@@ -188,7 +188,7 @@ class EnvironmentAgent:
             messages = first_messages(environment, content, section)
             for _ in range(self._section.max_turns):
                 try:
-                    reply = await policy.generate(messages)
+                    reply = await policy.generate(self._kept(messages))
                 except RequestTooLongError:
                     if not episode.turn_rewards:
                         raise
@@ -236,6 +236,11 @@ class EnvironmentAgent:
             else {},
         )
 
+    def _kept(self, messages: list[Message]) -> list[Message]:
+        """The messages with the images that the policy sees."""
+        num_images = self._section.history.last_images
+        return messages if num_images is None else keep_last_images(messages, num_images)
+
     async def _content(
         self, thread: EnvironmentThread, policy: Policy, seen: Seen, method: str
     ) -> Content:
@@ -243,7 +248,7 @@ class EnvironmentAgent:
         if isinstance(seen, str):
             return seen
         return await self._within(
-            thread, lambda: content_of(seen, policy.add_image, method), method
+            thread, lambda: read_pictures(seen, policy.add_image, method), method
         )
 
     async def _within(self, thread: EnvironmentThread, call: Callable[[], T], name: str) -> T:
@@ -333,7 +338,7 @@ def demonstrate(
     rng = random.Random(seed)
     images = ImageCollector()
     seen = read_observation(read_reset(environment.reset(seed=seed)), "reset")
-    messages = first_messages(environment, content_of(seen, images.read, "reset"), section)
+    messages = first_messages(environment, read_pictures(seen, images.read, "reset"), section)
     conversations: list[list[Message]] = []
     success = over = False
     for _ in range(section.max_turns):
@@ -358,7 +363,7 @@ def demonstrate(
         if over:
             break
 
-        content = content_of(seen, images.read, "step")
+        content = read_pictures(seen, images.read, "step")
         messages = next_messages(messages, reply, environment, content, section)
 
     if not conversations:

@@ -60,7 +60,7 @@ def render_frame(
     EnvironmentFailure for a frame of another form."""
     import PIL.Image
 
-    frame = world.render()
+    frame: Any = world.render()
     is_array = isinstance(frame, np.ndarray)
     if not is_array or frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
         what = f"{list(frame.shape)} of {frame.dtype}" if is_array else f"a {type(frame).__name__}"

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 from agentevo.data.images import is_image_part
 from agentevo.data.message_images import MARK
 from agentevo.errors import EnvironmentFailure, ImageError
-from agentevo.types import ImagePart, TextPart
+from agentevo.types import ImagePart
+from agentevo.types.content import Content, content_of
 
 _TEXT_KEY = "obs_str"
 _IMAGE_KEYS = ("multi_modal_data", "multi_modal_input")
@@ -109,19 +110,17 @@ def text_of(seen: Seen) -> str:
     return seen if isinstance(seen, str) else "".join(p for p in seen if isinstance(p, str))
 
 
-def content_of(
-    seen: Seen, add_image: Callable[[Any, str], ImagePart], method: str
-) -> str | tuple[TextPart | ImagePart, ...]:
+def read_pictures(seen: Seen, add_image: Callable[[Any, str], ImagePart], method: str) -> Content:
     """The observation as the content of a message. `add_image` decodes and keeps an image, as
     Policy.add_image does. Raises EnvironmentFailure for an image that can't be used."""
     if isinstance(seen, str):
         return seen
 
-    parts: list[TextPart | ImagePart] = []
+    parts: list[str | ImagePart] = []
     num_images = 0
     for part in seen:
         if isinstance(part, str):
-            parts.append(TextPart(part))
+            parts.append(part)
             continue
 
         num_images += 1
@@ -130,7 +129,7 @@ def content_of(
             parts.append(add_image(part.source, where))
         except ImageError as error:
             raise EnvironmentFailure(str(error)) from error
-    return tuple(parts)
+    return content_of(parts)
 
 
 def without_half_pairs(text: str) -> str:
