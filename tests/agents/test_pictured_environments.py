@@ -13,9 +13,10 @@ from contextlib import redirect_stdout
 
 import numpy as np
 import pytest
+from seeing_chats import seeing_conversation
 
 from agentevo import EnvironmentConfig, Observation, TextEnvironment
-from agentevo.agents import EnvironmentAgent, Reply
+from agentevo.agents import EnvironmentAgent, Policy, Reply
 from agentevo.agents.environment_agent import demonstrate
 from agentevo.agents.history import IMAGE_LEFT_OUT
 from agentevo.agents.named_texts import Texts
@@ -24,7 +25,8 @@ from agentevo.data.message_images import ImageCollector, inline_images
 from agentevo.data.messages import messages_of
 from agentevo.environments.frozen_lake import FrozenLakeConfig, FrozenLakeEnvironment
 from agentevo.environments.sokoban import SokobanConfig, SokobanEnvironment
-from agentevo.errors import EnvironmentFailure
+from agentevo.errors import AgentEvoError, EnvironmentFailure
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.types import ImagePart, Message, Task, TextPart
 from agentevo.types.images import images_of_messages
 
@@ -235,3 +237,34 @@ def test_two_processes_draw_the_same_bytes():
         exec(DRAWS, {})
     assert other == here.getvalue()
     assert len(set(other.split())) > 8
+
+
+def test_a_policy_that_sees_gets_the_pictures_and_its_turns_name_them():
+    conversation, engine = seeing_conversation()
+    engine._ids = [
+        *conversation.chat.tokenizer.encode("Right", add_special_tokens=False),
+        conversation.chat.end_of_turn_id,
+    ]
+    policy = Policy(conversation)
+    world = FrozenLakeEnvironment(
+        LAKE.model_copy(update={"size": 6, "frozen_probability": 1.0, "max_actions": 3})
+    )
+    agent = EnvironmentAgent(PLAIN, lambda: world)
+    asyncio.run(agent.run(Task(id="t", seed=2), policy))
+
+    assert [len(images) for images in engine.images] == [1, 2, 3][: len(engine.images)]
+    shown = [image.file.data for image in engine.images[-1]]
+    world.reset(seed=2)
+    played = [world.observe().images[0]]
+    played += [world.step("Right")[0].images[0] for _ in shown[1:]]
+    assert shown == played
+    assert [len(turn.images) for turn in policy.turns] == [1] * len(policy.turns)
+    assert all(turn.processor for turn in policy.turns)
+
+
+def test_a_policy_that_sees_nothing_refuses_the_picture(tiny_policy):
+    blind = ChatFormat(tiny_policy(tokenizer="byte", context_length=1024).tokenizer)
+    conversation, _ = seeing_conversation(chat=blind)
+    agent = EnvironmentAgent(PLAIN, lambda: FrozenLakeEnvironment(LAKE))
+    with pytest.raises(AgentEvoError, match=r"image"):
+        asyncio.run(agent.run(Task(id="t", seed=2), Policy(conversation)))
