@@ -69,5 +69,5 @@ def test_tasks_conversations_and_pairs_refuse_them(tmp_path):
 
     pair = {"prompt": SAID[:1], "chosen": "a cat", "rejected": "a dog", "images": ["cat.png"]}
     path.write_text(json.dumps(pair))
-    with pytest.raises(ConfigError, match=r"rows.jsonl:1: the column images"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: image 1: .*cat.png: can.t be read"):
         read_pair_file(path, "dpo")

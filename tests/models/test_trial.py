@@ -36,7 +36,7 @@ from transformers import (
 from agentevo.errors import ModelError
 from agentevo.models.compute.attention import prepare
 from agentevo.models.compute.rows import row_settings
-from agentevo.models.compute.trial import _PackedTextsPlan, key_value_sizes
+from agentevo.models.compute.trial import PackedTextsPlan, key_value_sizes
 
 SHAPE = {
     "vocab_size": 97,
@@ -227,13 +227,13 @@ def test_a_window_that_is_not_named_to_the_attention_function_is_kept(monkeypatc
     model = Qwen2MoeForCausalLM(
         Qwen2MoeConfig(**SHAPE, **layers, **experts, sliding_window=7, max_window_layers=2)
     )
-    attend = _PackedTextsPlan.attend
+    attend = PackedTextsPlan.attend
 
     def listened(self, q, k, v, scaling, window, *others):
         windows.append(window)
         return attend(self, q, k, v, scaling, window, *others)
 
-    monkeypatch.setattr(_PackedTextsPlan, "attend", listened)
+    monkeypatch.setattr(PackedTextsPlan, "attend", listened)
     prepare(model)
     assert windows == [7, None] * 2
 

@@ -34,10 +34,13 @@ from agentevo.types import (
     Trajectory,
     Turn,
 )
+from agentevo.types.image_span import ImageSpan
+from agentevo.types.images import image_file
 from agentevo.types.routed_experts import RoutedExperts, join_experts, rows_of_turn
 from examples import examples
 
 Make = Callable[..., Trajectory]
+IMAGES = [image_file(bytes([number]), "image/png") for number in range(2)]
 
 float32 = st.floats(width=32, allow_nan=False)
 finite32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -69,12 +72,26 @@ def routings(draw: st.DrawFn, tokens: int) -> RoutedExperts:
 
 
 @st.composite
+def image_spans(draw: st.DrawFn, tokens: int) -> tuple[ImageSpan, ...]:
+    spans = []
+    start = 0
+    for number in range(draw(st.integers(0, 2))):
+        if start < tokens:
+            offset = draw(st.integers(start, tokens - 1))
+            start = draw(st.integers(offset + 1, tokens))
+            grid = draw(st.sampled_from([(start - offset,), (1, 2, 2)]))
+            spans.append(ImageSpan(offset, start - offset, grid, IMAGES[number].part.sha256))
+    return tuple(spans)
+
+
+@st.composite
 def turn_lists(draw: st.DrawFn) -> list[Turn]:
     turns = []
     for index in range(draw(st.integers(0, 4))):
         tokens = draw(st.lists(st.tuples(int32, float32, int32), max_size=6))
         parent = draw(st.none() | st.integers(0, index - 1)) if index else None
         prompt_ids = draw(st.lists(int32, max_size=6))
+        images = draw(image_spans(len(prompt_ids)))
         computed = rows_of_turn(len(prompt_ids), len(tokens), is_root=parent is None)
         turns.append(
             Turn(
@@ -96,6 +113,8 @@ def turn_lists(draw: st.DrawFn) -> list[Turn]:
                 overrides=draw(overrides),
                 tools=draw(st.sampled_from(["", '[{"type": "function"}]'])),
                 constraint=draw(constraints),
+                images=images,
+                processor=draw(st.text(min_size=1)) if images else "",
             )
         )
 
@@ -145,6 +164,7 @@ def test_a_trajectory_comes_back_equal(trajectory: Trajectory, url: str) -> None
     async def scenario() -> None:
         async with await open_store(url) as store:
             await store.rewind(0)
+            await store.put_images(IMAGES)
             await store.write_trajectories([trajectory], split="train", step=3)
             back = await store.trajectory(trajectory.id)
             assert back == trajectory

@@ -14,6 +14,7 @@ import pytest
 
 from agentevo.errors import StoreError, UnusableStoreError
 from agentevo.store import export_store, import_store, open_store
+from agentevo.store.codec import content_digest, encode_trajectories
 from agentevo.store.image_rows import (
     IMAGE_GRACE_S,
     MAX_IMAGE_BYTES,
@@ -21,6 +22,7 @@ from agentevo.store.image_rows import (
     encode_image,
 )
 from agentevo.types import QUERY_MESSAGES, Message, Task, TextPart, Trajectory
+from agentevo.types.image_span import ImageSpan
 from agentevo.types.images import ImageFile, image_file
 
 Make = Callable[..., Trajectory]
@@ -68,6 +70,94 @@ def test_an_image_is_stored_once_and_read_back(url: str, make_trajectory: Make) 
                 await store.image("beef")
 
     asyncio.run(scenario())
+
+
+def seeing(trajectory: Trajectory, *spans: ImageSpan, processor: str = "f" * 64) -> Trajectory:
+    """An attempt whose first prompt has tokens of images, which no message names."""
+    turn = msgspec.structs.replace(
+        trajectory.turns[0], prompt_ids=[1, 2, 2, 3, 2, 2, 4], images=spans, processor=processor
+    )
+    return msgspec.structs.replace(trajectory, turns=[turn, *trajectory.turns[1:]])
+
+
+def span_of(image: ImageFile, offset: int, *grid: int) -> ImageSpan:
+    return ImageSpan(offset, 2, grid or (2,), image.part.sha256)
+
+
+def test_the_tokens_of_images_are_stored_with_their_turn(
+    url: str, make_trajectory: Make, tmp_path: Path
+) -> None:
+    """They count as content, their images are kept while the turn is, and an export has them."""
+    told = seeing(make_trajectory("told"), span_of(A, 1), span_of(B, 4, 1, 2, 4))
+    other = seeing(make_trajectory("told"), span_of(A, 1), span_of(C, 4, 1, 2, 4))
+    copied = f"sqlite:///{tmp_path}/copy.sqlite"
+
+    async def scenario() -> None:
+        async with await open_store(url) as store:
+            await store.put_images([A, B, C])
+            await store.write_trajectories([told], split="train", step=1)
+            assert await store.trajectory("told") == told
+            assert await store.image_digests(trajectory_id="told") == digests(A, B)
+            with pytest.raises(StoreError, match="other content"):
+                await store.write_trajectories([other], split="train", step=1)
+            await export_store(store, tmp_path / "all.jsonl")
+
+        async with await open_store(copied) as store:
+            await import_store(store, tmp_path / "all.jsonl")
+            assert await store.trajectory("told") == told
+            assert await store.image_digests(trajectory_id="told") == digests(A, B)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("spans", "processor", "message"),
+    [
+        ([span_of(A, 4), span_of(B, 1)], "f", "begins at token 1, before the end of the image"),
+        ([span_of(A, 1), span_of(B, 2)], "f", "begins at token 2, before the end of the image"),
+        ([span_of(A, 6)], "f", "the tokens 6 to 7, and there are 7: an image is never cut"),
+        ([span_of(A, -1)], "f", "the tokens -1 to 0, and there are 7"),
+        ([ImageSpan(1, 0, (2,), A.part.sha256)], "f", "an image is never cut"),
+        ([span_of(A, 1, 2, 2)], "f", r"the grid \(2, 2\): give one or three sizes"),
+        ([span_of(A, 1, 0)], "f", "sizes above 0"),
+        ([ImageSpan(1, 2, (2,), "F" * 64)], "f", "'FFF.*: give the SHA-256 of its file"),
+        ([span_of(A, 1)], "", "without the fingerprint of their processor"),
+    ],
+)
+def test_tokens_of_images_that_can_not_be_are_refused(
+    spans: list[ImageSpan], processor: str, message: str, make_trajectory: Make
+) -> None:
+    trajectory = seeing(make_trajectory("a"), *spans, processor=processor)
+    with pytest.raises(StoreError, match=f"'a' can't be stored: turn 0: .*{message}"):
+        encode_trajectories([trajectory], "train", 1)
+
+
+def test_an_import_refuses_tokens_of_images_that_can_not_be(
+    sqlite_url: str, make_trajectory: Make, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with await open_store(sqlite_url) as store:
+            await store.put_images([A])
+            told = seeing(make_trajectory("told"), span_of(A, 1))
+            await store.write_trajectories([told], split="train", step=1)
+            await export_store(store, tmp_path / "all.jsonl")
+
+        text = (tmp_path / "all.jsonl").read_text()
+        (tmp_path / "cut.jsonl").write_text(text.replace('"offset":1', '"offset":6'))
+        async with await open_store(f"sqlite:///{tmp_path}/copy.sqlite") as store:
+            with pytest.raises(StoreError, match="an image is never cut"):
+                await import_store(store, tmp_path / "cut.jsonl")
+
+    asyncio.run(scenario())
+
+
+def test_the_digest_of_an_attempt_without_images_is_that_of_before(make_trajectory: Make) -> None:
+    (encoded,) = encode_trajectories([make_trajectory("a")], "train", 1)
+    assert encoded.digest.hex() == "f89818397c5c13487694d5d2a89e00d3"
+    assert (
+        content_digest(make_trajectory("a")).hex()
+        == "b4e934e87e5294e6816034e088f5913f00bc4a57bb0fdb88c462ce2faab903dd"
+    )
 
 
 def test_a_row_whose_image_is_missing_is_refused(url: str, make_trajectory: Make) -> None:

@@ -5,12 +5,19 @@ from __future__ import annotations
 
 from importlib import import_module
 from io import BytesIO
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 FAMILIES = (
     "qwen2_vl",
@@ -83,6 +90,55 @@ def tiny_vision(name: str) -> TinyVision:
     kind = "qwen" if name.startswith("qwen") else name
     tokenizer = _tokenizer(_TOKENS["idefics3" if kind == "smolvlm" else kind], TEMPLATES[kind])
     return TinyVision(_config(name, tokenizer), tokenizer, _image_processor(kind))
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5_linear": (
+        "qwen3_5",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    ),
+    "gemma4_vision": ("gemma4", {"use_bidirectional_attention": "vision"}),
+}
+"""Name -> the family's name, and other values of the part for text."""
+
+
+def write_tiny_vision(name: str, folder: Path, seed: int = 0) -> Path:
+    """Writes the model, the tokenizer and the image processor of a family or of VARIANTS into a
+    folder, as `model.name` takes it. The weights are random, of a size with which log-probs depend
+    on the input."""
+    family, changes = VARIANTS.get(name, (name, {}))
+    parts = tiny_vision(family)
+    settings = parts.config.to_dict()
+    settings["text_config"] |= changes
+    for key in ("vocab_size", "vocab_size_per_layer_input"):  # as real models, more than tokens
+        if key in settings["text_config"]:
+            settings["text_config"][key] = 288
+    config = type(parts.config).from_dict(settings)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() > 1:
+            parameter.data = noise * parameter[0].numel() ** -0.5
+        else:
+            parameter.data += 0.1 * noise * (parameter.numel() > 1)
+
+    embeddings = model.get_input_embeddings().weight
+    size = 0.1 if family.startswith("gemma") else 0.5  # Gemma multiplies them
+    embeddings.data = torch.randn(embeddings.shape, generator=generator) * size
+    model.tie_weights()
+    model.save_pretrained(folder)
+    parts.tokenizer.save_pretrained(folder)
+    parts.image_processor.save_pretrained(folder)
+    return folder
 
 
 def png(width: int, height: int, seed: int = 0) -> bytes:

@@ -13,7 +13,6 @@ import torch
 
 from agentevo.config import ColdStartSection, SFTSection, TrainerSection
 from agentevo.errors import TrainingError
-from agentevo.training.assistant_tokens import token_row
 from agentevo.training.supervised import (
     SupervisedTrainer,
     conversation_sample,
@@ -22,7 +21,7 @@ from agentevo.training.supervised import (
     scheduled_rate,
     train_supervised,
 )
-from agentevo.types import Message
+from agentevo.types import Message, Sample
 
 TALK = [
     Message("system", "Go on."),
@@ -188,7 +187,7 @@ def _mixed_samples(num: int = 7):
     ]
     ids.append(ids[0])
     return [
-        token_row(str(n), row, [False, *(rng.random() < 0.4 for _ in row[2:]), True]).sample()
+        Sample.given(str(n), "", row, [False, *(rng.random() < 0.4 for _ in row[2:]), True])
         for n, row in enumerate(ids)
     ]
 

@@ -29,6 +29,7 @@ from agentevo.config.sections import (
     RunSection,
     TinyModel,
     TrainerSection,
+    VisionSection,
 )
 from agentevo.config.sft import SFTSection, check_sft
 from agentevo.runtime.section import Section
@@ -55,6 +56,7 @@ __all__ = [
     "Section",
     "TinyModel",
     "TrainerSection",
+    "VisionSection",
     "build_config",
     "changed_to_yaml",
     "check_sft",

@@ -3,6 +3,7 @@ under its field."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -61,6 +62,8 @@ class RunSection(Section):
 
 
 ALL_LINEAR = "all-linear"
+VISION_PARTS = ("tower", "projector")
+"""The parts of a model that sees, besides its language model."""
 Rank = Annotated[int, Field(ge=1)]
 
 
@@ -78,7 +81,9 @@ class LoraSection(Section):
     evaluation use no dropout: their log-probs are those that tokens were sampled with."""
     targets: Texts = Field(default=(ALL_LINEAR,), min_length=1)
     """Names of the layers that get an adapter, such as [q_proj, v_proj] (PEFT's target_modules);
-    `all-linear`: every linear layer except the output layer."""
+    `all-linear`: every linear layer except the output layer. In a model that sees, a name reaches
+    layers of the language model, or, if it has none of that name, of tower and projector. `tower`
+    and `projector`: every linear layer there, for example [all-linear, projector]."""
     exclude: Texts = ()
     """Names of layers that get no adapter, although targets includes them (PEFT's
     exclude_modules)."""
@@ -138,7 +143,7 @@ class LoraSection(Section):
                 "remove it"
             )
 
-        if ALL_LINEAR in self.targets and len(self.targets) > 1:
+        if ALL_LINEAR in self.targets and not {ALL_LINEAR, *VISION_PARTS} >= set(self.targets):
             raise ValueError(
                 f"targets: {ALL_LINEAR} includes the others: give it alone, or names only"
             )
@@ -214,6 +219,35 @@ class TinyModel(Section):
         return self.num_layers * self.hidden_size * per_unit
 
 
+class VisionSection(Section):
+    """How a model that sees is trained on images. For models with a vision tower only."""
+
+    freeze: tuple[Literal["tower", "projector"], ...] = ()
+    """Parts that stay as they are: the `tower`, which reads pixels, and the `projector`, which
+    turns its results into the language model's features. Frozen parts need no gradients and no
+    optimizer state. With adapters, every part without one is frozen anyway."""
+    min_pixels: int | None = Field(default=None, ge=1)
+    """Smaller images are scaled up to this number of pixels (Qwen models only). Default: the
+    model's own."""
+    max_pixels: int | None = Field(default=None, ge=1)
+    """Larger images are scaled down to this number of pixels (Qwen models only). It limits the
+    tokens of an image. Default: the model's own. Both limits are saved with the checkpoints."""
+
+    @model_validator(mode="after")
+    def _limits_fit(self) -> Self:
+        if (self.min_pixels or 0) > (self.max_pixels or math.inf):
+            raise ValueError(
+                f"min_pixels={self.min_pixels} is more than max_pixels={self.max_pixels}: "
+                "exchange them"
+            )
+        return self
+
+    @property
+    def chosen(self) -> list[str]:
+        """The keys that are not at their defaults."""
+        return [name for name in type(self).model_fields if getattr(self, name)]
+
+
 PLAIN = "plain"
 CHAT_TEMPLATES = ("hermes", PLAIN)
 """Chat templates that AgentEvo ships, by name (models/chat/templates)."""
@@ -253,6 +287,8 @@ class ModelSection(Section):
     """Shape of the tiny policy, used when name is `tiny`."""
     lora: LoraSection = LoraSection()
     """LoRA adapters instead of full fine-tuning."""
+    vision: VisionSection = VisionSection()
+    """For models that see: which parts are trained, and the size of images."""
 
     @field_validator("chat_template")
     @classmethod
@@ -269,6 +305,12 @@ class ModelSection(Section):
     def _lora_fits(self) -> Self:
         if self.config_overrides and self.name == "tiny":
             raise ValueError("config_overrides works only with pretrained models: set tiny.* keys")
+
+        if self.vision.chosen and self.name == "tiny":
+            raise ValueError(
+                "vision is for models that see, and the tiny policy reads text only: remove it, or "
+                "set another name"
+            )
 
         if self.lora.enabled and self.name == "tiny":
             raise ValueError(

@@ -12,9 +12,9 @@ because templates read such keys. Tool calls are converted to OpenAI's nesting w
 arguments, because templates write the arguments as JSON themselves. A row that breaks a rule raises
 RowError. It is never repaired by guessing.
 
-Rows with pictures, sounds or films. Models read only text here, and the text of such a row is
-not enough to answer its question. So the row is a bad row, and its text is never trained on
-alone.
+The text of a row with pictures, sounds or films is not enough to answer its question. A model that
+sees gets its images, as parts by digest (message_images.py). Any other such row is a bad row, and
+its text is never trained on alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from agentevo.data.images import PART_TYPES
 from agentevo.data.message_images import COLUMNS as IMAGE_COLUMNS
-from agentevo.data.message_images import is_media
+from agentevo.data.message_images import ImageCollector, folder_of, is_media, place_images
 from agentevo.data.messages import TRAINING_KEYS, is_trained
 from agentevo.data.row_report import RowError, RowReport
 from agentevo.data.rows import read_rows
@@ -104,10 +104,16 @@ class ChatRow:
     """The JSON schemas of the functions that the assistant may call."""
 
 
-def read_conversations(source: str, form: str, report: RowReport) -> Iterator[ChatRow]:
+def read_conversations(
+    source: str, form: str, report: RowReport, images: ImageCollector | None = None
+) -> Iterator[ChatRow]:
     """Every valid conversation of a source. The report counts all rows and lists the others.
     `form`: one of FORMS, or `auto`. With `auto`, the first row in a known form decides for the
-    whole source."""
+    whole source. `images` reads the images of rows, which become parts by digest; without it, rows
+    with images are refused."""
+    if images is not None:
+        images.folder = folder_of(source)
+
     for row in read_rows(source):
         report.rows += 1
         try:
@@ -121,18 +127,31 @@ def read_conversations(source: str, form: str, report: RowReport) -> Iterator[Ch
                 )
 
             check_text(row.value)
-            check_no_media(row.value)
+            check_no_media(row.value, may_have_images=images is not None)
             if form == "auto":
                 form = _detect(row.value)
 
-            yield conversation_of(row.where, row.value, form)
+            yield conversation_of(row.where, row.value, form, images)
         except RowError as error:
             report.add(row.where, error)
 
 
-def conversation_of(where: str, value: Mapping[str, Any], form: str = "messages") -> ChatRow:
-    """Converts a row, whose texts have been checked, to a conversation. Raises RowError."""
-    return _CONVERT[form](where, value)
+def conversation_of(
+    where: str,
+    value: Mapping[str, Any],
+    form: str = "messages",
+    images: ImageCollector | None = None,
+) -> ChatRow:
+    """Converts a row, whose texts have been checked, to a conversation. `images`: as that of
+    `read_conversations`. Raises RowError."""
+    messages, tools = _CONVERT[form](value)
+    if images is not None:
+        messages = place_images(messages, dict(value), images)
+    return _check_row(where, messages, tools)
+
+
+_Converted = tuple[list[dict[str, Any]], Any]
+"""The messages and the tools of a row."""
 
 
 def _detect(value: Mapping[str, Any]) -> str:
@@ -158,7 +177,7 @@ def _detect(value: Mapping[str, Any]) -> str:
     )
 
 
-def _of_messages(where: str, value: Mapping[str, Any]) -> ChatRow:
+def _of_messages(value: Mapping[str, Any]) -> _Converted:
     if value.get("chat_template_kwargs"):
         raise RowError(
             "template",
@@ -167,10 +186,10 @@ def _of_messages(where: str, value: Mapping[str, Any]) -> ChatRow:
         )
 
     key = "messages" if "messages" in value else "conversations"
-    return _check_row(where, [dict(message) for message in _list(value, key)], value.get("tools"))
+    return [dict(message) for message in _list(value, key)], value.get("tools")
 
 
-def _of_sharegpt(where: str, value: Mapping[str, Any]) -> ChatRow:
+def _of_sharegpt(value: Mapping[str, Any]) -> _Converted:
     messages: list[dict[str, Any]] = []
     if value.get("system"):
         messages.append({"role": "system", "content": value["system"]})
@@ -194,10 +213,10 @@ def _of_sharegpt(where: str, value: Mapping[str, Any]) -> ChatRow:
 
         messages.append(message)
 
-    return _check_row(where, messages, value.get("tools"))
+    return messages, value.get("tools")
 
 
-def _of_alpaca(where: str, value: Mapping[str, Any]) -> ChatRow:
+def _of_alpaca(value: Mapping[str, Any]) -> _Converted:
     if "instruction" not in value or "output" not in value:
         raise RowError(
             "unknown_form", "has no instruction or no output, which every row of an Alpaca file has"
@@ -224,10 +243,10 @@ def _of_alpaca(where: str, value: Mapping[str, Any]) -> ChatRow:
         {"role": "user", "content": "\n\n".join(question)},
         {"role": "assistant", "content": value["output"]},
     ]
-    return _check_row(where, messages, None)
+    return messages, None
 
 
-_CONVERT: dict[str, Callable[[str, Mapping[str, Any]], ChatRow]] = {
+_CONVERT: dict[str, Callable[[Mapping[str, Any]], _Converted]] = {
     "messages": _of_messages,
     "sharegpt": _of_sharegpt,
     "alpaca": _of_alpaca,
@@ -271,7 +290,12 @@ def _check_message(message: dict[str, Any], number: int) -> None:
         )
 
     calls = message.get("tool_calls")
-    message["content"] = _text(message.get("content"), number)
+    message["content"] = _content(message.get("content"), number)
+    if isinstance(message["content"], list) and role == "assistant":
+        raise RowError(
+            "image", f"message {number} is the assistant's and has an image: it writes text only"
+        )
+
     if calls:
         if role != "assistant" or not isinstance(calls, list):
             raise RowError(
@@ -282,7 +306,8 @@ def _check_message(message: dict[str, Any], number: int) -> None:
     else:
         message.pop("tool_calls", None)
 
-    if not message["content"].strip() and role != "tool" and not calls:
+    says_nothing = isinstance(message["content"], str) and not message["content"].strip()
+    if says_nothing and role != "tool" and not calls:
         raise RowError("empty", f"message {number} (of role {role}) says nothing")
 
     _check_id(message.get("tool_call_id"), number)
@@ -360,10 +385,21 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
             )
 
 
-def _text(content: Any, number: int) -> str:
-    """The content as one text. None (next to tool calls) becomes an empty text."""
+def _is_placed(part: Any) -> bool:
+    """Whether it is an image by digest."""
+    return isinstance(part, dict) and part.get("type") == "image" and "sha256" in part
+
+
+def _content(content: Any, number: int) -> str | list[dict[str, Any]]:
+    """The content as one text, or as a list of parts if it has an image. None (next to tool calls)
+    becomes an empty text."""
     if content is None:
         return ""
+
+    texts = [part for part in content if not _is_placed(part)] if isinstance(content, list) else []
+    if isinstance(content, list) and len(texts) < len(content):
+        _content(texts, number)
+        return content
 
     if isinstance(content, list):
         if not all(

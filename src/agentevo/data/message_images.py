@@ -61,6 +61,12 @@ def is_media(value: Any, is_column_of_all: bool) -> bool:
     return not isinstance(value, list | tuple | Mapping) or len(value) > 0
 
 
+def folder_of(source: str) -> Path | None:
+    """The folder to which paths of images in a file or folder of rows are relative."""
+    path = Path(source).expanduser()
+    return path.parent if path.is_file() else path if path.is_dir() else None
+
+
 class ImageCollector:
     """Reads images and keeps each once, for the store. Nothing is written."""
 

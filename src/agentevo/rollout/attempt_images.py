@@ -17,8 +17,9 @@ from agentevo.types.images import ImageFile, images_of_task, images_of_trajector
 class AttemptImages:
     """The images of the attempts at one task."""
 
-    def __init__(self, store: Store, given: Mapping[str, ImageFile], task: Task) -> None:
-        """`given`: images that this process has; the others come from the store."""
+    def __init__(self, store: Store | None, given: Mapping[str, ImageFile], task: Task) -> None:
+        """`given`: images that this process has; the others come from the store, if there is
+        one."""
         self._store = store
         self._given = given
         self._task = task
@@ -26,18 +27,23 @@ class AttemptImages:
     async def give(self, policies: Iterable[Policy]) -> None:
         """Puts the images of the task at the disposal of these policies. Raises UnusableStoreError
         for an image that the store does not have."""
+        policies = list(policies)
+        store = self._store
         for digest in images_of_task(self._task):
-            image = self._given.get(digest) or await with_retries(
-                lambda: self._store.image(digest),  # noqa: B023 (awaited before the next)
-                what="image",
-            )
-            for policy in policies:
+            image = self._given.get(digest)
+            if image is None and store is not None:
+                image = await with_retries(
+                    lambda: store.image(digest),  # noqa: B023 (awaited before the next)
+                    what="image",
+                )
+
+            for policy in policies if image is not None else ():
                 policy.conversation.images.add(image)
 
     async def keep(self, policies: Iterable[Policy], trajectories: Iterable[Trajectory]) -> None:
         """Stores the images that these trajectories name, from the policies of their attempts."""
         named = {name for trajectory in trajectories for name in images_of_trajectory(trajectory)}
-        if not named:
+        if not named or self._store is None:
             return
 
         files = {

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,7 +26,7 @@ from agentevo.config.self_play import PROPOSES
 from agentevo.config.tasks import TaskFields, TasksSection
 from agentevo.data import RowError, RowReport, check_source
 from agentevo.data.conversation import check_no_media, check_text
-from agentevo.data.message_images import ImageCollector, place_images
+from agentevo.data.message_images import ImageCollector, folder_of, place_images
 from agentevo.data.messages import messages_of
 from agentevo.data.rows import read_rows
 from agentevo.data.task_forms import AGENT_NAME, PlainRow, plain_row
@@ -135,9 +134,7 @@ def _read_source(
 ) -> list[Task]:
     """`taken`: maps an id to the place where the task with that id was read. `has_files`: whether
     the agent receives a task's files. `images`: reads the images of rows."""
-    path = Path(source).expanduser()
-    images.folder = path.parent if path.is_file() else path if path.is_dir() else None
-
+    images.folder = folder_of(source)
     tasks = []
     for row in read_rows(source):
         report.rows += 1

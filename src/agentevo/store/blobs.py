@@ -3,8 +3,9 @@
     blob     = 0x01, msgpack([zlib(msgpack([heads, *columns])), noise, *more])
     more     = remote, files, texts, routed, teacher: up to the last of them that there is
     heads    = for each turn [parent, prompt tokens, completion tokens, finish_reason, temperature,
-               seed, reward, messages as JSON], and overrides, tools, constraint and
-               penalties where it has any
+               seed, reward, messages as JSON], and overrides, tools, constraint,
+               penalties, images ([offset, length, grid, digest] each) and processor where it has
+               any
     columns  = prompt_ids, completion_ids, logprobs and versions: each of all turns, one after the
                other, little-endian int32 (log-probs: float32), as byte planes: the lowest byte of
                every number, then the second, ...
@@ -52,6 +53,7 @@ from agentevo.types import (
     SamplingOverrides,
     Turn,
 )
+from agentevo.types.image_span import ImageSpan
 from agentevo.types.penalties import Penalties
 from agentevo.types.routed_experts import RoutedExperts
 from agentevo.types.turn_columns import TURN_COLUMNS
@@ -59,7 +61,7 @@ from agentevo.types.turn_columns import TURN_COLUMNS
 _VERSION = b"\x01"
 _LEVEL = 1
 _HEAD = ("finish_reason", "temperature", "seed", "reward", "messages")
-_OPTIONS = ("overrides", "tools", "constraint", "penalties")
+_OPTIONS = ("overrides", "tools", "constraint", "penalties", "images", "processor")
 _MSGPACK = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder()
 _MESSAGES = msgspec.json.Decoder(list[Message])
@@ -170,7 +172,7 @@ def unpack_turns(blob: bytes) -> list[Turn]:
         messages,
         *options,
     ) in enumerate(heads):
-        overrides, tools, constraint, penalties = (*options, None, None, None, None)[:4]
+        given = dict(zip(_OPTIONS, options, strict=False))
         new = slice(completion, completion + num_completion)
         turn = Turn(
             index=index,
@@ -184,10 +186,15 @@ def unpack_turns(blob: bytes) -> list[Turn]:
             seed=int(seed),
             reward=reward,
             messages=_MESSAGES.decode(messages),
-            overrides=msgspec.convert(overrides, SamplingOverrides | None),
-            tools=tools or "",
-            constraint=msgspec.convert(constraint, Constraint | None),
-            penalties=msgspec.convert(penalties, Penalties | None),
+            overrides=msgspec.convert(given.get("overrides"), SamplingOverrides | None),
+            tools=given.get("tools") or "",
+            constraint=msgspec.convert(given.get("constraint"), Constraint | None),
+            penalties=msgspec.convert(given.get("penalties"), Penalties | None),
+            images=tuple(
+                ImageSpan(offset, length, tuple(grid), digest)
+                for offset, length, grid, digest in given.get("images") or ()
+            ),
+            processor=given.get("processor") or "",
             routed_experts=routed[index],
             teacher_logprobs=teacher[index],
         )

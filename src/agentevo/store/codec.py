@@ -39,6 +39,7 @@ from agentevo.store.records import (
     TrajectorySummary,
 )
 from agentevo.types import REWARD_PARTS, TIMINGS, FinishReason, Status, Task, Trajectory, Turn
+from agentevo.types.image_span import ImageSpan, why_misplaced
 from agentevo.types.images import images_of_task, images_of_trajectory
 from agentevo.types.routed_experts import why_misaligned
 
@@ -393,6 +394,7 @@ def _encode_turn(turn: Turn, position: int) -> dict[str, object]:
         raise ValueError(problem)
     if turn.teacher_logprobs is not None:
         _check_teacher(turn)
+    _check_images(turn)
     if turn.finish_reason not in _FINISH_REASONS:
         raise ValueError(f"turn {turn.index} has the unknown finish_reason {turn.finish_reason!r}")
 
@@ -428,7 +430,22 @@ def _encode_turn(turn: Turn, position: int) -> dict[str, object]:
             if turn.teacher_logprobs is None
             else {"teacher_logprobs": to_bytes(turn.teacher_logprobs)}
         ),
+        **({"images": [_encode_span(span) for span in turn.images]} if turn.images else {}),
+        **({"processor": turn.processor} if turn.processor else {}),
     }
+
+
+def _encode_span(span: ImageSpan) -> list[object]:
+    return [int(span.offset), int(span.length), [int(size) for size in span.grid], span.digest]
+
+
+def _check_images(turn: Turn) -> None:
+    """Raises ValueError for images whose tokens are not in the turn's prompt."""
+    wrong = why_misplaced(turn.images, len(turn.prompt_ids))
+    if turn.images and not turn.processor:
+        wrong = "it has images without the fingerprint of their processor: give processor"
+    if wrong:
+        raise ValueError(f"turn {turn.index}: {wrong}")
 
 
 def _check_teacher(turn: Turn) -> None:

@@ -27,10 +27,10 @@ tool calls, or begins an answer differently from its own generation prompt.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -38,8 +38,8 @@ from transformers import PreTrainedTokenizerBase
 from agentevo.data import ChatRow, RowError
 from agentevo.data.message_markers import THOUGHT_TAGS
 from agentevo.data.messages import REASONING_KEYS
-from agentevo.errors import ModelError
-from agentevo.models.chat.chat_format import LONG_TEXT
+from agentevo.errors import ImageError, ModelError
+from agentevo.models.chat.chat_format import LONG_TEXT, NO_IMAGES
 from agentevo.models.chat.chat_template import TEMPLATE_ERRORS, ChatTemplate
 from agentevo.models.chat.prompt_thoughts import EMPTY_THOUGHT, OPENS_THINKING, thought_of
 from agentevo.models.chat.turn_ends import (
@@ -50,6 +50,11 @@ from agentevo.models.chat.turn_ends import (
 )
 from agentevo.models.tool_calls.parser import THOUGHTS
 from agentevo.types import Sample
+from agentevo.types.image_span import ImageSpan
+from agentevo.types.images import ImageFile, file_of
+
+if TYPE_CHECKING:
+    from agentevo.models.vision.processor import ImageTokens, VisionProcessor
 
 CHARACTERS_PER_TOKEN = 16
 """A row with more characters than this for each token that it may have is not encoded. Most texts
@@ -72,6 +77,10 @@ class TokenRow:
     """[T] int32"""
     mask: np.ndarray
     """[T] bool, false at 0."""
+    images: tuple[ImageSpan, ...] = ()
+    """The images of the ids, in order."""
+    processor: str = ""
+    """The fingerprint of the settings that made the tokens of the images; empty without images."""
 
     @property
     def num_trained(self) -> int:
@@ -80,11 +89,9 @@ class TokenRow:
     def sample(self) -> Sample:
         """The row as a Sample. All rows are in one group, so they are ordered by their tokens, and
         those that share a beginning meet in one micro-batch."""
-        return Sample.given(self.name, "", self.ids, self.mask)
-
-
-def token_row(name: str, ids: Sequence[int], mask: Sequence[bool]) -> TokenRow:
-    return TokenRow(name, np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=np.bool_))
+        return Sample.given(
+            self.name, "", self.ids, self.mask, images=self.images, processor=self.processor
+        )
 
 
 class AssistantTokens:
@@ -98,14 +105,23 @@ class AssistantTokens:
         max_tokens: int,
         train_on: TrainOn = "all",
         too_long: Literal["drop", "shorten"] = "drop",
+        processor: VisionProcessor | None = None,
+        images: Mapping[str, ImageFile] = NO_IMAGES,
     ) -> None:
+        """`processor`: the model's, if it sees. `images`: those of the conversations, by digest; it
+        may grow."""
         self._chat_template = ChatTemplate(tokenizer)
+        self._processor = processor
+        self._images = images
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
         self.train_on = train_on
         self.too_long = too_long
         self._special = special_ids(tokenizer)
-        self._special_texts = sorted(map(str, tokenizer.convert_ids_to_tokens([*self._special])))
+        special_texts = {*map(str, tokenizer.convert_ids_to_tokens([*self._special]))}
+        if processor is not None:
+            special_texts |= {processor.family.placeholder, processor.family.feature}
+        self._special_texts = sorted(special_texts)
         self._marked = "endgeneration" in str(tokenizer.get_chat_template())
         boundary_ids = {tokenizer.eos_token_id, tokenizer.bos_token_id}
         self._unknown = (
@@ -129,7 +145,9 @@ class AssistantTokens:
             parts = self._parts(messages, conversation.tools)
             longest = max(len(ids) for ids, _ in parts)
             if longest <= self.max_tokens:
-                return [token_row(conversation.where, ids, mask) for ids, mask in parts], shortened
+                return [
+                    self._row(conversation.where, ids, mask, messages) for ids, mask in parts
+                ], shortened
 
             rest = _without_oldest_turn(messages) if self.too_long == "shorten" else None
             if rest is None:
@@ -142,6 +160,39 @@ class AssistantTokens:
 
             messages = rest
             shortened = True
+
+    def _row(self, name: str, ids: list[int], mask: list[bool], messages: Chat) -> TokenRow:
+        """`messages`: those that the ids begin with."""
+        processor = self._processor
+        spans: tuple[ImageSpan, ...] = ()
+        if processor is not None and processor.feature_id in ids:
+            shown = self._shown(messages)
+            ends = [*accumulate(image.num_features for image in shown)]
+            count = ids.count(processor.feature_id)
+            spans = processor.find_spans(ids, [
+                image for image, end in zip(shown, ends, strict=True) if end <= count
+            ])  # fmt: skip
+
+        return TokenRow(
+            name,
+            np.asarray(ids, dtype=np.int32),
+            np.asarray(mask, dtype=np.bool_),
+            spans,
+            processor.fingerprint if processor is not None and spans else "",
+        )
+
+    def _shown(self, messages: Chat) -> list[ImageTokens]:
+        """The tokens of each image of the messages, in order. Raises RowError for one that can't be
+        shown."""
+        if self._processor is None:
+            return []
+        try:
+            return [
+                self._processor.tokens_of(file_of(digest, self._images))
+                for digest in _digests(messages)
+            ]
+        except ImageError as error:
+            raise RowError("image", str(error)) from error
 
     def _near_limit(self, messages: Chat) -> Chat:
         """The messages, without the oldest turns that make them far too long to be encoded. Raises
@@ -172,7 +223,7 @@ class AssistantTokens:
         self._check_nothing_lost(messages, tools)
         parts = (
             [self._marked_tokens(messages, tools)]
-            if self._marked
+            if self._marked and not _digests(messages)
             else self._tokens_by_turn(messages, tools)
         )
         parts = [part for part in parts if any(part[1])]
@@ -347,10 +398,18 @@ class AssistantTokens:
                 )
 
     def _render(self, messages: Chat, tools: Chat | None, *, prompt: bool = False) -> str:
-        return str(self._template(messages, tools, tokenize=False, add_generation_prompt=prompt))
+        text = str(self._template(messages, tools, tokenize=False, add_generation_prompt=prompt))
+        if self._processor is None or not (shown := self._shown(messages)):
+            return text
+        try:
+            return self._processor.expand(text, shown)
+        except ModelError as error:
+            raise RowError("template", str(error)) from error
 
     def _template(self, messages: Chat, tools: Chat | None, **options: Any) -> Any:
         template_messages = cast(Chat, self._chat_template.to_call_form(messages))
+        if self._processor is not None:
+            template_messages = cast(Chat, self._processor.template.parts_of(template_messages))
         try:
             return self.tokenizer.apply_chat_template(
                 template_messages, tools=cast(Any, tools), **options
@@ -450,6 +509,18 @@ def _later_turns(messages: Chat) -> list[int]:
         place
         for place, message in enumerate(messages)
         if message["role"] == "user" and place > start and messages[place - 1]["role"] != "user"
+    ]
+
+
+def _digests(messages: Chat) -> list[str]:
+    """The images of the messages, in order and with repetitions."""
+    contents = [message["content"] for message in messages]
+    return [
+        part["sha256"]
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+        if part["type"] == "image"
     ]
 
 

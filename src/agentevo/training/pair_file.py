@@ -11,8 +11,8 @@ of a line are ignored. Every error names file and line.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,18 @@ import numpy as np
 
 from agentevo.algorithms.preference import SINGLE_ANSWER_LOSSES
 from agentevo.data.conversation import check_no_media, check_text
+from agentevo.data.message_images import ImageCollector, place_images
 from agentevo.data.messages import MESSAGE_KEYS, is_trained, messages_of
 from agentevo.data.row_report import RowError
 from agentevo.data.rows import read_json_lines
-from agentevo.errors import BadRequestError, ConfigError, ModelError, shown
-from agentevo.models.chat.chat_format import LONG_TEXT, ChatFormat, num_characters
+from agentevo.errors import BadRequestError, ConfigError, ImageError, ModelError, shown
+from agentevo.models.chat.chat_format import LONG_TEXT, NO_IMAGES, ChatFormat, num_characters
 from agentevo.runtime.parsing import check_file
 from agentevo.training.assistant_tokens import CHARACTERS_PER_TOKEN
 from agentevo.training.pairs import CandidateAnswer, Pair
 from agentevo.training.supervised import conversation_sample
 from agentevo.types import Message, Sample
+from agentevo.types.images import ImageFile
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class PairLine:
     prompt: list[Message]
     chosen: list[Message] | None
     rejected: list[Message] | None
+    images: Mapping[str, ImageFile] = field(default_factory=dict)
+    """The images of the file, by digest."""
     margin: float | None = None
     """How much better the chosen answer is, where the line states it and the loss uses it."""
 
@@ -53,7 +57,8 @@ def read_pair_file(path: Path, loss: str, key: str = "data.pairs") -> list[PairL
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}: give a JSONL file") from error
 
-    pair_lines = [_line(row.value, row.where, loss) for row in read_json_lines(path)]
+    images = ImageCollector(folder=path.parent)
+    pair_lines = [_line(row.value, row.where, loss, images) for row in read_json_lines(path)]
     if not pair_lines:
         raise ConfigError(
             f"{key}: {path} has no lines: give one JSON object with prompt, chosen and "
@@ -68,7 +73,7 @@ def read_pair_file(path: Path, loss: str, key: str = "data.pairs") -> list[PairL
     return pair_lines
 
 
-def _line(record: Any, where: str, loss: str) -> PairLine:
+def _line(record: Any, where: str, loss: str, images: ImageCollector) -> PairLine:
     if not isinstance(record, dict):
         raise ConfigError(
             f"{where}: is not a JSON object: write {{'prompt': [messages], 'chosen': ..., "
@@ -77,7 +82,9 @@ def _line(record: Any, where: str, loss: str) -> PairLine:
 
     try:
         check_text(record)
-        check_no_media(record)
+        check_no_media(record, may_have_images=True)
+        if "prompt" in record:
+            record = {**record, "prompt": place_images(record["prompt"], dict(record), images)}
     except RowError as error:
         raise ConfigError(f"{where}: {error}") from error
 
@@ -103,7 +110,11 @@ def _line(record: Any, where: str, loss: str) -> PairLine:
 
         answer = _answer(record, "completion", where)
         return PairLine(
-            where, prompt, answer if record["label"] else None, None if record["label"] else answer
+            where,
+            prompt,
+            answer if record["label"] else None,
+            None if record["label"] else answer,
+            images.files,
         )
 
     chosen = _answer(record, "chosen", where)
@@ -115,7 +126,7 @@ def _line(record: Any, where: str, loss: str) -> PairLine:
         )
 
     margin = _margin(record, where) if loss == "bradley_terry" else None
-    return PairLine(where, prompt, chosen, rejected, margin)
+    return PairLine(where, prompt, chosen, rejected, images.files, margin)
 
 
 def _margin(record: dict[str, Any], where: str) -> float | None:
@@ -194,7 +205,7 @@ def pairs_of_lines(
         characters = num_characters([*line.prompt, *answer])
         size = f"{characters} characters, far more than {max_tokens} tokens"
         if characters <= CHARACTERS_PER_TOKEN * max(max_tokens, LONG_TEXT):
-            sample = answer_sample(line.prompt, answer, chat, line.where, name)
+            sample = answer_sample(line.prompt, answer, chat, line.where, name, line.images)
             size = f"{len(sample.ids)} tokens"
             if len(sample.ids) <= max_tokens:
                 return CandidateAnswer(name, (sample,))
@@ -213,7 +224,7 @@ def pairs_of_lines(
                 if line.rejected is None or loss == "rft"
                 else encode(line, line.rejected, "rejected")
             )
-        except ModelError as error:
+        except (ModelError, ImageError) as error:
             raise ConfigError(f"{line.where}: {error}") from error
 
         if loss in SINGLE_ANSWER_LOSSES:
@@ -228,17 +239,25 @@ def pairs_of_lines(
 
 
 def answer_sample(
-    prompt: Sequence[Message], answer: Sequence[Message], chat: ChatFormat, group_id: str, name: str
+    prompt: Sequence[Message],
+    answer: Sequence[Message],
+    chat: ChatFormat,
+    group_id: str,
+    name: str,
+    images: Mapping[str, ImageFile] = NO_IMAGES,
 ) -> Sample:
-    """A sample that trains the assistant's messages in the answer, but not those in the prompt."""
-    sample = conversation_sample([*prompt, *answer], chat, name)
+    """A sample that trains the assistant's messages in the answer, but not those in the prompt.
+    `images`: those of the messages, by digest."""
+    sample = conversation_sample([*prompt, *answer], chat, name, images)
     said_before = max(
         (place for place, message in enumerate(prompt) if message.role == "assistant"), default=-1
     )
     num_context_ids = (
-        len(conversation_sample(prompt[: said_before + 1], chat, name).ids)
+        len(conversation_sample(prompt[: said_before + 1], chat, name, images).ids)
         if said_before >= 0
         else 0
     )
     mask = sample.loss_mask & (np.arange(len(sample.ids)) >= num_context_ids)
-    return Sample.given(name, group_id, sample.ids, mask)
+    return Sample.given(
+        name, group_id, sample.ids, mask, images=sample.images, processor=sample.processor
+    )

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.config import ColdStartSection, MemorySection, SFTSection, TrainerSection
-from agentevo.models.chat.chat_format import ChatFormat
+from agentevo.models.chat.chat_format import NO_IMAGES, ChatFormat
 from agentevo.models.compute.adapters import dropping_out
 from agentevo.models.compute.rows import shares_prefixes
 from agentevo.runtime.seeds import derive_seed
@@ -37,29 +37,39 @@ from agentevo.training.sharding.layouts import layouts_of
 from agentevo.training.token_numbers import TokenNumbers
 from agentevo.training.workload import FlopCounter
 from agentevo.types import Message, Sample
+from agentevo.types.image_span import ImageSpan
+from agentevo.types.images import ImageFile
 
 
-def conversation_sample(messages: Sequence[Message], chat: ChatFormat, name: str) -> Sample:
-    """A sample that trains every assistant message, its end-of-turn token included."""
+def conversation_sample(
+    messages: Sequence[Message],
+    chat: ChatFormat,
+    name: str,
+    images: Mapping[str, ImageFile] = NO_IMAGES,
+) -> Sample:
+    """A sample that trains every assistant message, its end-of-turn token included. `images`: those
+    of the messages, by digest."""
     ids: list[int] = []
     mask: list[bool] = []
+    spans: list[ImageSpan] = []
     new: list[Message] = []
     for message in messages:
         if message.role != "assistant":
             new.append(message)
             continue
 
-        prompt = (
-            chat.continuation(new, ended_with_stop=chat.has_ended(ids[-1], new))
-            if ids
-            else chat.first_prompt(new)
-        )
+        if ids:
+            ended_with_stop = chat.has_ended(ids[-1], new, images=images)
+            prompt = chat.continuation(new, ended_with_stop=ended_with_stop, images=images)
+        else:
+            prompt = chat.first_prompt(new, images=images)
+        spans += [span.shifted(len(ids)) for span in chat.image_spans(prompt, new, images)]
         answer = chat.completion(message)
         ids += [*prompt, *answer]
         mask += [False] * len(prompt) + [True] * len(answer)
         new = []
 
-    return Sample.given(name, name, ids, mask)
+    return Sample.given(name, name, ids, mask, images=tuple(spans), processor=chat.fingerprint)
 
 
 class SupervisedTrainer:

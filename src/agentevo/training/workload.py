@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
+import torch
 from transformers import PreTrainedModel
 
 from agentevo.models.compute.flops import (
@@ -62,7 +63,8 @@ class FlopCounter:
         return sum_over_ranks(sums)
 
     def _distinct(self, batch: PackedBatch) -> ForwardWork:
-        return work_of_depths(batch.position_ids, len(batch.logit_nodes), self.of_model.windows)
+        depths = torch.as_tensor(batch.plan.tree.positions)
+        return work_of_depths(depths, len(batch.logit_nodes), self.of_model.windows)
 
     def _logical(self, samples: Sequence[Sample]) -> ForwardWork:
         return work_of_sequences(

@@ -504,9 +504,13 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         ids: Sequence[int] | np.ndarray,
         mask: Sequence[bool] | np.ndarray,
         temperature: float = 1.0,
+        *,
+        images: tuple[ImageSpan, ...] = (),
+        processor: str = "",
     ) -> Sample:
         """A sample of tokens that no policy of this run has sampled, trained where `mask` is True:
-        demonstrations, and answers from a file."""
+        demonstrations, and answers from a file. `processor`: the fingerprint, used with images
+        only."""
         trained = np.asarray(mask, dtype=np.bool_)
         return cls(
             trajectory_id=name,
@@ -517,6 +521,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             versions=np.where(trained, 0, -1),
             advantages=np.zeros(np.count_nonzero(trained)),
             temperature=temperature,
+            images=images,
+            processor=processor if images else "",
         )
 
     @property

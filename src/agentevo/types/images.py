@@ -61,12 +61,13 @@ def images_of_messages(messages: Iterable[Message]) -> Iterator[ImagePart]:
 
 
 def images_of_trajectory(trajectory: Trajectory) -> dict[str, ImagePart]:
-    """Maps a digest to the image, for every image that a message of the trajectory names, in the
-    order of the first mention."""
+    """Maps a digest to the image, for every image that a message or a turn's tokens name, in the
+    order of the first mention. An image that no message names has the default media type."""
     named: dict[str, ImagePart] = {}
     messages = [turn.messages for turn in trajectory.turns]
     messages += [turn.messages for turn in trajectory.remote_turns]
-    for part in images_of_messages(chain.from_iterable(messages)):
+    in_prompts = (ImagePart(span.digest) for turn in trajectory.turns for span in turn.images)
+    for part in chain(images_of_messages(chain.from_iterable(messages)), in_prompts):
         named.setdefault(part.sha256, part)
     return named
 

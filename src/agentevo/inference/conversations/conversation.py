@@ -50,7 +50,6 @@ from agentevo.inference.conversations.plain_prompts import (
 )
 from agentevo.inference.conversations.prompt_images import (
     check_no_images,
-    moved,
     spans_of_context,
     with_files,
 )
@@ -378,7 +377,9 @@ class Conversation:
         added, spans = await self._encode_new(match, new)
         parent = None if match.answer is None else match.answer.turn
         shown = [] if parent is None else spans_of_context(self._turns, parent)
-        images = with_files([*shown, *moved(spans, len(before))], self.images.files)
+        images = with_files(
+            [*shown, *(span.shifted(len(before)) for span in spans)], self.images.files
+        )
         self.drift.count(match)
 
         last = self._histories.add(match)

@@ -5,18 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from msgspec.structs import replace
-
 from agentevo.errors import BadRequestError
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.types import Turn
 from agentevo.types.image_span import ImageSpan
 from agentevo.types.images import ImageFile, PromptImage, file_of
-
-
-def moved(spans: Sequence[ImageSpan], num_tokens: int) -> list[ImageSpan]:
-    """The spans, where `num_tokens` more tokens come before them."""
-    return [replace(span, offset=span.offset + num_tokens) for span in spans]
 
 
 def spans_of_context(turns: Sequence[Turn], index: int) -> list[ImageSpan]:
@@ -29,7 +22,7 @@ def spans_of_context(turns: Sequence[Turn], index: int) -> list[ImageSpan]:
     spans: list[ImageSpan] = []
     start = 0
     for turn in reversed(path):
-        spans += moved(turn.images, start) if turn.images else ()
+        spans += [span.shifted(start) for span in turn.images]
         start += len(turn.prompt_ids) + len(turn.completion_ids)
     return spans
 

@@ -20,12 +20,15 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 
+from agentevo.config.sections import ALL_LINEAR, VISION_PARTS
 from agentevo.errors import ModelError
 from agentevo.models.checkpoint_manifest import verify_model
 from agentevo.models.compute.linear import FastLinear, drop_packed, use_fast_linear
 from agentevo.models.config_overrides import check_same, keep_overrides
+from agentevo.models.vision.parts import has_tower, part_of
 from agentevo.runtime.devices import seeded_by
 from agentevo.runtime.extras import load_extra
 
@@ -86,6 +89,7 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> PreT
 
     library = peft()
     special = _special_linears(model)
+    targets, unreached = _vision_targets(model, section)
     for name in section.targets:
         if any(layer == name or layer.endswith(f".{name}") for layer in special):
             raise ModelError(
@@ -98,10 +102,8 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> PreT
         r=section.rank,
         lora_alpha=section.alpha or 2 * section.rank,
         lora_dropout=section.dropout,
-        target_modules=section.targets[0]
-        if len(section.targets) == 1 and section.targets[0] == "all-linear"
-        else list(section.targets),
-        exclude_modules=[*section.exclude, *special] or None,
+        target_modules=ALL_LINEAR if ALL_LINEAR in targets else targets,
+        exclude_modules=[*section.exclude, *special, *unreached] or None,
         layers_to_transform=list(section.layers) or None,
         rank_pattern=dict(section.rank_pattern),
         alpha_pattern=dict(section.alpha_pattern),
@@ -292,6 +294,60 @@ def _special_linears(model: PreTrainedModel) -> list[str]:
     ]
 
 
+def _vision_targets(model: PreTrainedModel, section: LoraSection) -> tuple[list[str], list[str]]:
+    """For a model that sees, the targets with the names of layers in place of `tower` and
+    `projector`, and the names of the layers there that get no adapter. A name reaches tower and
+    projector only if the language model has no module of that name. Other models keep their
+    targets. Raises ModelError for a part without linear layers."""
+    if not has_tower(model):
+        return list(section.targets), []
+
+    modules = dict(model.named_modules())
+    parts = {name: part_of(model, name) for name in modules}
+    reached: set[str] = set()
+    for target in section.targets:
+        if target in VISION_PARTS:
+            layers = {
+                name for name, part in parts.items() if part == target and _is_linear(modules[name])
+            }
+            if not layers:
+                raise ModelError(
+                    f"model.lora.targets: the {target} of {type(model).__name__} has no linear "
+                    "layers: train it in full by model.lora.modules_to_save"
+                )
+            reached |= layers
+        elif target != ALL_LINEAR:
+            named = {name for name in modules if _ends_with(name, target)}
+            reached |= named if all(parts[name] for name in named) else set()
+
+    left_out = [
+        name
+        for name, part in parts.items()
+        if part is not None
+        and name not in reached
+        and (
+            isinstance(modules[name], torch.nn.Linear)
+            or any(_ends_with(name, target) for target in section.targets)
+        )
+    ]
+    if ALL_LINEAR in section.targets:
+        return [ALL_LINEAR], left_out
+    names = [name for name in section.targets if name not in VISION_PARTS]
+    return [*names, *sorted(reached)], left_out
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    """Whether an adapter can be added to this layer. The one within PyTorch's own attention is no
+    module that is called."""
+    return isinstance(module, torch.nn.Linear) and not isinstance(
+        module, NonDynamicallyQuantizableLinear
+    )
+
+
+def _ends_with(name: str, key: str) -> bool:
+    return name == key or name.endswith(f".{key}")
+
+
 def _check_names(model: Any, section: LoraSection) -> None:
     """Raises ModelError for a name that matches no module; PEFT accepts a list if any of its names
     matches."""
@@ -300,8 +356,9 @@ def _check_names(model: Any, section: LoraSection) -> None:
         for name, _ in model.get_base_model().named_modules()
         for part in (name, *name.split("."))
     }
+    words = {ALL_LINEAR, *(VISION_PARTS if has_tower(model) else ())}
     targets = [
-        *(name for name in section.targets if name != "all-linear"),
+        *(name for name in section.targets if name not in words),
         *section.modules_to_save,
     ]
     unknown = [

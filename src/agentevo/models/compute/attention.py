@@ -36,12 +36,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from agentevo.errors import ModelError
 from agentevo.models.compute.fused import use_fused_layers
 from agentevo.models.compute.fused_decoder import use_fused_decoder
+from agentevo.models.compute.image_trial import try_out_images
 from agentevo.models.compute.linear import use_fast_linear
 from agentevo.models.compute.positions import limit_positions
 from agentevo.models.compute.query_scales import name_positions, query_factors, scales_by_place
 from agentevo.models.compute.rows import use_rows
 from agentevo.models.compute.trial import REMEDY, PlanMissingError, check_layer_types, try_out
 from agentevo.models.compute.windows import Chunk, Window
+from agentevo.models.vision.parts import attention_of, language_modules, set_attention
 
 Compute = Literal["auto", "tree", "rows"]
 """How a model is computed: see `prepare`."""
@@ -90,10 +92,10 @@ def _even_rows(rows: int, width: int, threads: int) -> int:
 
 
 def align_activations(model: nn.Module) -> int:
-    """Replaces the `forward` of every activation module of `model` by an `Aligned`. Returns
-    the number of replaced modules."""
+    """Replaces the `forward` of every activation module of `model` by an `Aligned`, except in a
+    vision tower and its projector. Returns the number of replaced modules."""
     num_replaced = 0
-    for module in model.modules():
+    for module in language_modules(model):
         if type(module).__module__.startswith(("transformers.activations", "torch.nn.modules.act")):
             module.forward = Aligned(module)
             num_replaced += 1
@@ -214,16 +216,17 @@ def prepare(
 ) -> PreTrainedModel:
     """Chooses how the model is computed, in place; parameters stay the same objects.
 
-    tree: its attention uses this module and, on a CPU, its linear layers use oneDNN.
+    tree: its attention uses this module and, on a CPU, its linear layers use oneDNN. A vision
+          tower keeps transformers' attention and layers.
     rows: its own forward pass, see models/compute/rows.py.
     auto: tree, or rows if the tree would compute something else than transformers
-          (models/compute/trial.py).
+          (models/compute/trial.py, image_trial.py).
 
     `on_cpu`: whether the model will compute on a CPU, if it is elsewhere now. Raises ModelError for
     a model that can't be computed in this way.
     """
     limit_positions(model)
-    implementation = model.config._attn_implementation
+    implementation = attention_of(model)
     reason = "trainer.compute=rows"
     if compute != "rows":
         try:
@@ -241,7 +244,7 @@ def prepare(
                 align_activations(model)
             return model
 
-        model.set_attn_implementation(implementation)
+        set_attention(model, implementation)
 
     use_rows(model, reason)
     return model
@@ -260,3 +263,4 @@ def _use_tree(model: PreTrainedModel) -> None:
     check_layer_types(model)
     name_positions(model)
     try_out(model, NAME)
+    try_out_images(model, NAME)

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentevo.models.compute.linear import PackedWeights
+from agentevo.models.vision.parts import language_modules
 
 
 class CompiledLayer(PackedWeights):
@@ -47,7 +48,7 @@ def compile_layers(model: PreTrainedModel) -> PreTrainedModel:
     `CompiledLayer`, in place. Parameters and their names do not change. Layers with experts are not
     compiled, because the tokens of an expert depend on data that the compiler can't see. Call this
     before `keep_activations`."""
-    for layer in model.modules():
+    for layer in language_modules(model):
         if isinstance(layer, GradientCheckpointingLayer) and not _has_experts(layer):
             layer.forward = CompiledLayer(layer)
     return model

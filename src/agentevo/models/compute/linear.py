@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from agentevo.models.compute.cpu_kernels import BLOCK as BLOCK_OUT
 from agentevo.models.compute.cpu_kernels import FEW_ROWS, CpuKernels, Matrix, cpu_kernels
+from agentevo.models.vision.parts import language_modules
 
 PACKED_FOR_ROWS = 64
 """The number of rows for which the packed layout is optimised. It is also good for other numbers,
@@ -380,13 +381,13 @@ def drop_packed(model: nn.Module) -> None:
 
 
 def use_fast_linear(model: nn.Module) -> int:
-    """Replaces every plain `nn.Linear` of `model` in place, and returns their number. Does nothing
-    if `available()` is false."""
+    """Replaces every plain `nn.Linear` of `model` in place, except in a vision tower and its
+    projector, and returns their number. Does nothing if `available()` is false."""
     if not available():
         return 0
 
     replaced = 0
-    for parent in list(model.modules()):
+    for parent in language_modules(model):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
                 setattr(parent, name, FastLinear.sharing(child))

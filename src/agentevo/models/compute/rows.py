@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from inspect import signature
 from typing import Any, NamedTuple
@@ -27,15 +27,31 @@ from transformers import PreTrainedModel
 
 from agentevo.errors import ModelError
 from agentevo.models.compute.activations import CheckpointedLayer
+from agentevo.models.compute.image_trial import (
+    ImageText,
+    encode_detached,
+    own_image_logits,
+    trial_image_text,
+)
 from agentevo.models.compute.row_states import CACHE_NAMES, fork_state, state_of
 from agentevo.models.compute.trial import (
     LAYER_TYPES,
+    OTHER_TOKENS,
     evaluating,
     logprob_difference,
+    model_name,
     trial_texts,
     trial_tolerance,
 )
 from agentevo.models.token_rows import causal_model
+from agentevo.models.vision.features import (
+    ImageFeatures,
+    image_arguments,
+    needs_types,
+    position_ids,
+    type_ids,
+)
+from agentevo.models.vision.parts import processor_of
 
 PADDED_LAYERS = LAYER_TYPES | {
     "attention",
@@ -85,6 +101,12 @@ class RowGroup(NamedTuple):
     """The number of tokens of that state."""
     is_parent: bool = False
     """Whether other passes continue from the state of this one, which has one row."""
+    positions: torch.Tensor | None = None
+    """[A, B, L] int64: the positions of the tokens on A axes (models/vision/positions.py). None:
+    the number of tokens before each."""
+    types: torch.Tensor | None = None
+    """[B, start + L] int64: 1 for a feature token of an image, otherwise 0, also for the tokens of
+    the state. Needed for rows with images whose tokens see each other in both directions."""
 
 
 def row_settings(model: nn.Module) -> RowSettings | None:
@@ -167,11 +189,15 @@ def use_rows(model: PreTrainedModel, reason: str) -> None:
     if name in UNSOUND:
         raise ModelError(f"{name}: {UNSOUND[name]}: choose another model")
 
+    images_pad = _check_images(model)
     kinds = set(getattr(inner.config.get_text_config(), "layer_types", None) or ())
-    pads = kinds <= PADDED_LAYERS and (
-        logprob_difference(in_company, alone) <= trial_tolerance(model)
+    pads = (
+        kinds <= PADDED_LAYERS
+        and logprob_difference(in_company, alone) <= trial_tolerance(model)
+        and images_pad
     )
-    vars(inner)[_KEY] = RowSettings(reason, pads, shares=pads and _continues_from_states(model))
+    shares = pads and _continues_from_states(model) and _continues_after_images(model)
+    vars(inner)[_KEY] = RowSettings(reason, pads, shares)
 
 
 def _text_logits(
@@ -202,6 +228,115 @@ def _check_gradient(logits: torch.Tensor, model: PreTrainedModel) -> None:
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 raise ValueError(f"a pass leaves its state in {module_name}.{name}")
+
+
+def _check_images(model: PreTrainedModel) -> bool:
+    """Whether a row with images gets the same numbers beside a longer row. Raises ModelError if it
+    gets other ones alone than transformers' own pass gives it. Models that are shown no images are
+    not tried."""
+    processor = processor_of(model)
+    if processor is None:
+        return True
+
+    text = trial_image_text(model, processor)
+    longer = trial_texts(model)[1] * (1 + len(text.ids) // OTHER_TOKENS)
+    places = [(0, column) for column in range(len(text.ids))]
+    with evaluating(model):
+        reference = own_image_logits(model, processor, text)
+        features = encode_detached(model, processor, text.images)
+        with torch.enable_grad():
+            alone, in_company = (
+                run_rows(model, image_group(model, text, others, places), features).logits[0]
+                for others in ((), (longer,))
+            )
+
+    difference = logprob_difference(alone.detach().float(), reference)
+    if not difference <= trial_tolerance(model):
+        raise ModelError(
+            f"{model_name(model)}: with its own positions, a text with images gets other log-probs "
+            f"than transformers' own pass gives it (by {difference:.2g} of their spread): choose "
+            "another model"
+        )
+    return logprob_difference(in_company.detach().float(), reference) <= trial_tolerance(model)
+
+
+def image_group(
+    model: PreTrainedModel,
+    text: ImageText,
+    others: Sequence[list[int]],
+    places: list[tuple[int, int]],
+) -> RowGroup:
+    """A group of the text with images, and of others without."""
+    group = padded_group([text.ids, *others], places, model)
+    count, width = group.input_ids.shape
+    axes, length = text.positions.shape
+    positions = torch.arange(width).expand(axes, count, -1).clone()
+    positions[:, 0, :length] = text.positions
+    types = torch.zeros(count, width, dtype=torch.int64)
+    types[0, :length] = text.types
+    device = group.input_ids.device
+    return group._replace(positions=positions.to(device), types=types.to(device))
+
+
+def _continues_after_images(model: PreTrainedModel) -> bool:
+    """Whether passes that continue from a state with an image give the logits of the rows alone,
+    and the gradient of that image's features."""
+    processor = processor_of(model)
+    if processor is None:
+        return True
+
+    text = trial_image_text(model, processor)
+    other = trial_texts(model)[1]
+    half, length = text.half, len(text.ids)
+    with evaluating(model), torch.enable_grad():
+        first, second = encode_detached(model, processor, text.images)
+        first.pooled.requires_grad_()
+        rows = [text.ids[half:], other]
+        places = [(row, column) for row, ids in enumerate(rows) for column in range(len(ids))]
+        start = replace(
+            text,
+            ids=text.ids[:half],
+            positions=text.positions[:, :half],
+            types=text.types[:half],
+        )
+        rest = padded_group(rows, places, model)._replace(parent=0, start=half)
+        width = rest.input_ids.shape[1]
+        after = int(text.positions[:, half - 1].max()) + 1
+        positions = torch.arange(after, after + width).expand(len(text.positions), 2, -1).clone()
+        positions[:, 0, : length - half] = text.positions[:, half:]
+        types = torch.zeros(2, half + width, dtype=torch.int64)
+        types[0, :length] = text.types
+        types[1, :half] = text.types[:half]
+        device = rest.input_ids.device
+        rest = rest._replace(positions=positions.to(device), types=types.to(device))
+        parent = image_group(model, start, (), [])._replace(is_parent=True)
+        branch = replace(
+            text,
+            ids=[*text.ids[:half], *other],
+            positions=torch.cat([text.positions[:, :half], positions[:, 1, : len(other)]], dim=1),
+            types=types[1, : half + len(other)],
+        )
+        try:
+            shared = run_groups(model, [parent, rest], [[first], [second]])[1].logits[0]
+            alone = torch.cat(
+                [
+                    run_rows(
+                        model,
+                        image_group(model, row, (), [(0, n) for n in range(half, len(row.ids))]),
+                        features,
+                    ).logits[0]
+                    for row, features in ((text, [first, second]), (branch, [first]))
+                ]
+            )
+            (gradient,) = torch.autograd.grad(shared.float().square().sum(), first.pooled)
+            (expected,) = torch.autograd.grad(alone.float().square().sum(), first.pooled)
+        except Exception:  # noqa: BLE001 (whatever the model's own code raises: it can't do this)
+            return False
+
+    difference = float((gradient - expected).norm() / expected.norm())
+    tolerance = trial_tolerance(model)
+    logits_agree = logprob_difference(shared.detach().float(), alone.detach().float()) <= tolerance
+    return logits_agree and difference <= tolerance
 
 
 def _continues_from_states(model: PreTrainedModel) -> bool:
@@ -283,9 +418,13 @@ def _argument_names(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(signature(function).parameters)
 
 
-def run_groups(model: PreTrainedModel, groups: Sequence[RowGroup]) -> list[Any]:
+def run_groups(
+    model: PreTrainedModel,
+    groups: Sequence[RowGroup],
+    features: Sequence[Sequence[ImageFeatures]] | None = None,
+) -> list[Any]:
     """The results of the passes, as those of `run_rows`. A parent comes before the passes that
-    continue from it."""
+    continue from it. `features`: those of each pass; None if there are no images."""
     accepted = accepted_inputs(model)
     states: dict[int, Any] = {}
     outputs = []
@@ -295,21 +434,33 @@ def run_groups(model: PreTrainedModel, groups: Sequence[RowGroup]) -> list[Any]:
             count, length = group.input_ids.shape
             state = fork_state(states[group.parent], count, group.start)
             inputs |= {name: state for name in CACHE_NAMES if name in accepted}
-            if "position_ids" in accepted:
+            if "position_ids" in accepted and group.positions is None:
                 places = torch.arange(length, device=group.input_ids.device) + group.start
                 inputs["position_ids"] = places.expand(count, -1)
 
-        outputs.append(run_rows(model, group, **inputs))
+        seen = () if features is None else features[number]
+        outputs.append(run_rows(model, group, seen, **inputs))
         if group.is_parent:
             states[number] = state_of(outputs[-1], accepted)
 
     return outputs
 
 
-def run_rows(model: PreTrainedModel, group: RowGroup, **inputs: Any) -> Any:
+def run_rows(
+    model: PreTrainedModel,
+    group: RowGroup,
+    features: Sequence[ImageFeatures] = (),
+    **inputs: Any,
+) -> Any:
     """One pass of the model, differentiable. The logits of its result are [1, n, V], at the group's
-    places; the output layer computes only these."""
-    inputs = {"input_ids": group.input_ids, "use_cache": False, **inputs}
+    places; the output layer computes only these. `features`: those of the feature tokens, row by
+    row. Raises ModelError for another number of features than the rows have tokens for them."""
+    inputs = {
+        "input_ids": group.input_ids,
+        "use_cache": False,
+        **_vision_inputs(model, group, features),
+        **inputs,
+    }
     layer = causal_model(model).get_output_embeddings()
     run: Any = model
     if layer is None:  # scores of tokens, as reward models give
@@ -319,6 +470,20 @@ def run_rows(model: PreTrainedModel, group: RowGroup, **inputs: Any) -> Any:
 
     with _taking(layer, group):
         return run(**inputs)
+
+
+def _vision_inputs(
+    model: PreTrainedModel, group: RowGroup, features: Sequence[ImageFeatures]
+) -> dict[str, Any]:
+    """The arguments for positions, types and features; empty for a plain text."""
+    inputs = image_arguments(model, group.input_ids, features)
+    if group.positions is not None:
+        inputs["position_ids"] = position_ids(group.positions)
+    if group.types is not None:
+        inputs |= type_ids(model, group.types)
+    elif features and needs_types(model):
+        raise ModelError(f"{model_name(model)}: rows with images need the types of their tokens")
+    return inputs
 
 
 @contextmanager

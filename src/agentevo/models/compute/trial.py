@@ -25,6 +25,8 @@ from transformers import PreTrainedModel
 from agentevo.errors import ModelError
 from agentevo.models.compute.positions import context_length
 from agentevo.models.compute.windows import Window, first_seen
+from agentevo.models.token_rows import causal_model
+from agentevo.models.vision.parts import processor_of, set_attention
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 """The layer types that attention plans can compute. The others of transformers' `layer_types` are
@@ -86,14 +88,15 @@ class _SelfOnlyPlan:
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
-class _PackedTextsPlan:
+class PackedTextsPlan:
     """A plan in which a token sees the preceding tokens of its text, in this pass and in the pass
     `before`."""
 
-    def __init__(self, tokens: Sequence[_Token], before: _PackedTextsPlan | None = None) -> None:
+    def __init__(self, tokens: Sequence[TrialToken], before: PackedTextsPlan | None = None) -> None:
         self.tokens = tokens
         self.before = before
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._hidden: dict[Window, torch.Tensor] = {}
 
     def attend(
         self,
@@ -118,8 +121,7 @@ class _PackedTextsPlan:
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
 
-        hidden = [[not query.sees(key, window) for key in sources] for query in self.tokens]
-        scores = scores.masked_fill(torch.tensor(hidden, device=q.device), float("-inf"))
+        scores = scores.masked_fill(self._hides(sources, window).to(q.device), float("-inf"))
         if sinks is not None:
             beside = sinks.to(scores.dtype)[:, None, None].expand(-1, len(q), 1)
             scores = torch.cat([scores, beside], dim=-1)
@@ -127,13 +129,25 @@ class _PackedTextsPlan:
         weights = scores.softmax(-1)[..., : len(sources)]
         return torch.einsum("hqk,khd->qhd", weights.to(v.dtype), v)
 
+    def _hides(self, sources: Sequence[TrialToken], window: Window) -> torch.Tensor:
+        """[T, sources]: which tokens a token does not see. The sources of all layers are the
+        same."""
+        if window not in self._hidden:
+            hidden = [[not query.sees(key, window) for key in sources] for query in self.tokens]
+            self._hidden[window] = torch.tensor(hidden)
+        return self._hidden[window]
 
-class _Token(NamedTuple):
+
+class TrialToken(NamedTuple):
+    """A token of a pass of the trial."""
+
     text: int
+    """The number of its text."""
     place: int
+    """The number of tokens before it in its text."""
     id: int
 
-    def sees(self, key: _Token, window: Window) -> bool:
+    def sees(self, key: TrialToken, window: Window) -> bool:
         first = 0 if window is None else first_seen(self.place, window)
         return self.text == key.text and first <= key.place <= self.place
 
@@ -146,7 +160,7 @@ def check_layer_types(model: PreTrainedModel) -> None:
         strange = kinds - {"full_attention"}
     if strange:
         raise ModelError(
-            f"{_name(model)} has layers of the kind {', '.join(sorted(strange))}, which "
+            f"{model_name(model)} has layers of the kind {', '.join(sorted(strange))}, which "
             f"AgentEvo can't pack: {REMEDY}"
         )
 
@@ -156,7 +170,7 @@ def key_value_sizes(model: PreTrainedModel) -> list[KeyValueSize]:
     prepared model."""
     plan = _SelfOnlyPlan()
     with evaluating(model):
-        _logits(model, [_Token(0, 0, 0)], plan, [0])
+        pass_logits(model, [TrialToken(0, 0, 0)], plan, [0])
     return plan.sizes
 
 
@@ -166,9 +180,9 @@ def pass_alone(model: PreTrainedModel, count: int, routing: Any) -> None:
     last = model.config.get_text_config().vocab_size - 1
     ids = torch.linspace(min(2, last), last, count).long().tolist()
     with evaluating(model):
-        _logits(
+        pass_logits(
             model,
-            [_Token(number, 0, id) for number, id in enumerate(ids)],
+            [TrialToken(number, 0, id) for number, id in enumerate(ids)],
             _SelfOnlyPlan(routing=routing),
             [0],
         )
@@ -179,18 +193,18 @@ def try_out(model: PreTrainedModel, implementation: str) -> None:
     Afterwards the model has the attention `implementation`, which is AgentEvo's. A model on the
     device `meta` is not checked."""
     if next(model.parameters()).is_meta:
-        model.set_attn_implementation(implementation)
+        set_attention(model, implementation)
         return
 
     text, *other_texts = trial_texts(model)
     with evaluating(model):
         reference = _own_logits(model, text)
-        model.set_attn_implementation(implementation)
+        set_attention(model, implementation)
         far = min(context_length(model.config), FARTHEST_POSITION) - 1
         difference = logprob_difference(_packed_logits(model, text, other_texts, far), reference)
         if not difference <= trial_tolerance(model):
             cause = _cause(model, implementation, text, other_texts, reference)
-            raise ModelError(f"{_name(model)}: {cause or _unlike(difference)}: {REMEDY}")
+            raise ModelError(f"{model_name(model)}: {cause or _unlike(difference)}: {REMEDY}")
 
 
 def _cause(
@@ -202,11 +216,13 @@ def _cause(
 ) -> str | None:
     """Why the two computations differ, if the cause can be found."""
     tolerance = trial_tolerance(model)
-    model.set_attn_implementation(implementation)
-    repeated = [_Token(number, 0, text[3]) for number in range(OTHER_TOKENS)]
-    around = [_Token(OTHER_TOKENS + number, 0, id) for number, id in enumerate(text[:OTHER_TOKENS])]
+    set_attention(model, implementation)
+    repeated = [TrialToken(number, 0, text[3]) for number in range(OTHER_TOKENS)]
+    around = [
+        TrialToken(OTHER_TOKENS + number, 0, id) for number, id in enumerate(text[:OTHER_TOKENS])
+    ]
     mixed = [token for pair in zip(repeated, around, strict=True) for token in pair]
-    copies = _logits(model, mixed, _SelfOnlyPlan(), list(range(0, len(mixed), 2)))
+    copies = pass_logits(model, mixed, _SelfOnlyPlan(), list(range(0, len(mixed), 2)))
     if not logprob_difference(copies, copies[:1].expand_as(copies)) <= tolerance:
         return (
             "what it predicts after a token depends on the tokens around it by another way than "
@@ -242,9 +258,13 @@ def _unlike(difference: float) -> str:
 
 
 def trial_texts(model: PreTrainedModel) -> list[list[int]]:
-    """The text that is compared, and two others."""
+    """The text that is compared, and two others. They show no images."""
     last = model.config.get_text_config().vocab_size - 1
     ids = torch.linspace(min(2, last), last, TEXT_TOKENS + 2 * OTHER_TOKENS).long().tolist()
+    processor = processor_of(model)
+    if processor is not None:
+        plain = [id for id in range(min(2, last), last + 1) if id not in processor.vision_ids]
+        ids = [plain[number * (len(plain) - 1) // (len(ids) - 1)] for number in range(len(ids))]
     return [
         ids[OTHER_TOKENS : OTHER_TOKENS + TEXT_TOKENS],
         ids[:OTHER_TOKENS],
@@ -255,13 +275,13 @@ def trial_texts(model: PreTrainedModel) -> list[list[int]]:
 def _own_logits(model: PreTrainedModel, text: list[int], **lists: list[int]) -> torch.Tensor:
     """The logits [TEXT_TOKENS, V] by transformers alone. `lists` has further arguments, with one
     number per token."""
-    model.set_attn_implementation(EAGER)
+    set_attention(model, EAGER)
     device = next(model.parameters()).device
     inputs = {
         name: torch.tensor([numbers], device=device)
         for name, numbers in {"input_ids": text, **lists}.items()
     }
-    return _pass(model, "transformers' own pass", **inputs, use_cache=False)
+    return run_pass(model, "transformers' own pass", **inputs, use_cache=False)
 
 
 def _packed_logits(
@@ -270,66 +290,73 @@ def _packed_logits(
     """The logits [TEXT_TOKENS, V] of the text in two passes. The second pass reads the keys of the
     first one from a cache. `far`: the position of an extra token in the passes."""
     first, second = (
-        [_Token(n, place, id) for place, id in enumerate(ids)]
+        [TrialToken(n, place, id) for place, id in enumerate(ids)]
         for n, ids in enumerate(other_texts, 1)
     )
-    tokens = [_Token(0, place, id) for place, id in enumerate(text)]
-    far_tokens = [] if far is None else [_Token(3, far, text[0])]
-    plan = _PackedTextsPlan([*first, *tokens[:CACHED_TOKENS], *far_tokens])
-    first_logits = _logits(
+    tokens = [TrialToken(0, place, id) for place, id in enumerate(text)]
+    far_tokens = [] if far is None else [TrialToken(3, far, text[0])]
+    plan = PackedTextsPlan([*first, *tokens[:CACHED_TOKENS], *far_tokens])
+    first_logits = pass_logits(
         model, plan.tokens, plan, list(range(OTHER_TOKENS, OTHER_TOKENS + CACHED_TOKENS))
     )
-    later = _PackedTextsPlan([*far_tokens, *tokens[CACHED_TOKENS:], *second], before=plan)
+    later = PackedTextsPlan([*far_tokens, *tokens[CACHED_TOKENS:], *second], before=plan)
     start = len(far_tokens)
-    rest_logits = _logits(
+    rest_logits = pass_logits(
         model, later.tokens, later, list(range(start, start + TEXT_TOKENS - CACHED_TOKENS))
     )
     return torch.cat([first_logits, rest_logits])
 
 
-def _logits(
-    model: PreTrainedModel, tokens: Sequence[_Token], plan: Any, rows: list[int]
+def pass_logits(
+    model: PreTrainedModel,
+    tokens: Sequence[TrialToken],
+    plan: Any,
+    rows: list[int],
+    **arguments: Any,
 ) -> torch.Tensor:
     """The logits [rows, V] of a pass under a plan, requested in the same way as in training and the
-    engine."""
+    engine. `arguments`: further ones of the model; without `position_ids`, they are the places."""
     device = next(model.parameters()).device
     # Models that score every token, such as reward models, have no `logits_to_keep`.
-    scores = _inner(model).get_output_embeddings() is None
+    scores = causal_model(model).get_output_embeddings() is None
     options = {} if scores else {"logits_to_keep": torch.tensor(rows, device=device)}
-    logits = _pass(
+    logits = run_pass(
         model,
         "a pass over sequences side by side",
-        input_ids=torch.tensor([[token.id for token in tokens]], device=device),
-        position_ids=torch.tensor([[token.place for token in tokens]], device=device),
-        use_cache=False,
-        plan=plan,
-        **options,
+        **{
+            "input_ids": torch.tensor([[token.id for token in tokens]], device=device),
+            "position_ids": torch.tensor([[token.place for token in tokens]], device=device),
+            "use_cache": False,
+            "plan": plan,
+            **options,
+            **arguments,
+        },
     )
     logits = logits[rows] if scores else logits
     if len(logits) != len(rows):
         raise ModelError(
-            f"{_name(model)} gives logits of {len(logits)} tokens instead of the {len(rows)} "
+            f"{model_name(model)} gives logits of {len(logits)} tokens instead of the {len(rows)} "
             f"requested ones (logits_to_keep): {REMEDY}"
         )
 
     return logits
 
 
-def _pass(model: PreTrainedModel, what: str, **inputs: Any) -> torch.Tensor:
+def run_pass(model: PreTrainedModel, what: str, **inputs: Any) -> torch.Tensor:
     run: Any = model
     try:
         with torch.enable_grad():  # otherwise fast layers keep packed weights
             return run(**inputs).logits.detach()[0].float()
     except PlanMissingError as error:
         raise ModelError(
-            f"{_name(model)} does not pass its arguments on to its attention, so AgentEvo can't "
+            f"{model_name(model)} does not pass its arguments on to its attention, so AgentEvo can't "
             f"set which token may see which: {REMEDY}"
         ) from error
     except ModelError as error:
-        raise ModelError(f"{_name(model)}: {error}") from error
+        raise ModelError(f"{model_name(model)}: {error}") from error
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ModelError(f"{_name(model)}: {what} fails ({reason}): {REMEDY}") from error
+        raise ModelError(f"{model_name(model)}: {what} fails ({reason}): {REMEDY}") from error
 
 
 def logprob_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
@@ -348,14 +375,8 @@ def trial_tolerance(model: PreTrainedModel) -> float:
     return ROUGH_TOLERANCE if rough or getattr(model, "is_quantized", False) else TOLERANCE
 
 
-def _inner(model: PreTrainedModel) -> Any:
-    """The transformers model inside adapters."""
-    inner: Any = model
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-
-
-def _name(model: PreTrainedModel) -> str:
-    return type(_inner(model)).__name__
+def model_name(model: PreTrainedModel) -> str:
+    return type(causal_model(model)).__name__
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForTokenClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -27,27 +26,41 @@ from transformers import (
 from agentevo.errors import ConfigError, ModelError
 from agentevo.models.chat.model_template import set_template
 from agentevo.models.checkpoint_manifest import verify_model
-from agentevo.models.compute.adapters import (
-    add_adapter,
-    check_quantize,
-)
+from agentevo.models.compute.adapters import add_adapter, check_quantize
+from agentevo.models.compute.rows import accepted_inputs
 from agentevo.models.config_overrides import model_config
 from agentevo.models.files.cache import Progress
+from agentevo.models.files.model_class import (
+    class_of_type,
+    has_image_processor,
+    model_class,
+    reads_images,
+    remedy_for,
+)
 from agentevo.models.files.resolve import fetch
 from agentevo.models.files.save import no_progress_bars
 from agentevo.models.files.unused_tensors import remember_unused
 from agentevo.models.files.weight_files import check_weight_files
 from agentevo.models.tiny import make_tiny
-from agentevo.models.token_rows import limit_to_tokens
+from agentevo.models.token_rows import causal_model, limit_to_tokens
+from agentevo.models.vision.features import ARGUMENT
+from agentevo.models.vision.parts import (
+    SEEING_TYPES,
+    forget_positions,
+    freeze_parts,
+    has_tower,
+    set_processor,
+)
+from agentevo.models.vision.processor import VisionProcessor, load_processor
 from agentevo.runtime.cpu_threads import check_threads
 from agentevo.runtime.devices import find
 from agentevo.runtime.parsing import read_json_object
 
 if TYPE_CHECKING:
     from agentevo.config import ModelSection
-    from agentevo.models.vision.processor import VisionProcessor
 
-_CAUSAL = "a causal language model"
+TEMPLATE_FILE = "chat_template.json"
+"""Older folders of vision-language models have their chat template here."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +74,7 @@ class LoadedModel:
     name: str
     """The model's name in the recipe."""
     processor: VisionProcessor | None = None
-    """Shows images to the model. None for a model that reads text only."""
+    """Makes prompts with images. None for a text model."""
 
 
 def load_model(
@@ -77,9 +90,9 @@ def load_model(
     tiny policy or of fresh adapters. Other models use neither. Raises `ModelError` or
     `UnknownNameError`, with the remedy, if the model can't be found, read or put on the device.
     """
-    loaded = _load(section, corpus, seed, progress)
+    loaded, folder = _load(section, corpus, seed, progress)
     set_template(loaded.tokenizer, section)
-    return loaded
+    return _with_processor(loaded, section, folder)
 
 
 def _load(
@@ -87,7 +100,8 @@ def _load(
     corpus: Callable[[], Iterable[str]] | None,
     seed: int,
     progress: Progress | None,
-) -> LoadedModel:
+) -> tuple[LoadedModel, Path | None]:
+    """The model, and the folder that it was read from."""
     device = find(section.device)
     if device.type == "cpu":
         check_threads(torch.get_num_threads())
@@ -105,25 +119,58 @@ def _load(
             parameter.data = parameter.data.to(dtype)
 
         limit_to_tokens(model, tokenizer)
-        return LoadedModel(_place(model, device), tokenizer, section.name)
+        return LoadedModel(_place(model, device), tokenizer, section.name), None
 
     quantized = (
         {}
         if section.lora.quantize == "none"
         else _quantization_arguments(section.lora.quantize, dtype, device)
     )
+    folder = fetch(section.name, progress)
     loaded = _from_pretrained(
         section.name,
-        fetch(section.name, progress),
+        folder,
         dtype,
         device,
         quantized,
         section.config_overrides,
     )
-    if not section.lora.enabled:
+    if section.lora.enabled:
+        loaded = replace(loaded, model=add_adapter(loaded.model, section.lora, seed))
+    return loaded, folder
+
+
+def _with_processor(loaded: LoadedModel, section: ModelSection, folder: Path | None) -> LoadedModel:
+    """The model with its processor, and with the frozen parts of `model.vision`. Raises ModelError
+    for such keys and a model without tower or image processor, and for a version of transformers
+    whose models take no features."""
+    if folder is None or not has_tower(loaded.model) or not has_image_processor(folder):
+        for key in section.vision.chosen:
+            missing = "image processor" if has_tower(loaded.model) else "vision tower"
+            raise ModelError(
+                f"model.vision.{key} is for models that see, and model {section.name!r} has no "
+                f"{missing}: remove it, or choose a model of the types "
+                f"{', '.join(sorted(SEEING_TYPES))}"
+            )
         return loaded
 
-    return replace(loaded, model=add_adapter(loaded.model, section.lora, seed))
+    if ARGUMENT not in accepted_inputs(loaded.model):
+        raise ModelError(
+            f"model {section.name!r}: this version of transformers passes no features of images "
+            f"to its models ({ARGUMENT}): update it (pip install -U transformers)"
+        )
+
+    processor = load_processor(
+        folder,
+        causal_model(loaded.model).config,
+        loaded.tokenizer,
+        min_pixels=section.vision.min_pixels,
+        max_pixels=section.vision.max_pixels,
+    )
+    set_processor(loaded.model, processor)
+    forget_positions(loaded.model)
+    freeze_parts(loaded.model, section.vision.freeze)
+    return replace(loaded, processor=processor)
 
 
 def load_base(name: str, overrides: Mapping[str, Any]) -> LoadedModel:
@@ -170,8 +217,7 @@ def _from_pretrained(
     model, tokenizer = _read_folder(
         f"model {name!r}{changed}",
         folder,
-        AutoModelForCausalLM,
-        _CAUSAL,
+        *model_class(folder),
         dtype=dtype,
         **config_options,
         **quantized,
@@ -201,19 +247,22 @@ def hollow_model(section: ModelSection, folder: Path) -> PreTrainedModel:
     """The model that is saved in `folder`, with the section's settings but without adapters, on the
     device `meta`. Reads only config.json, and no weights. Raises ModelError."""
     shape = _config(section.name, folder, section.config_overrides)
+    reader, kind = model_class(folder)
     try:
-        return make_hollow(section, shape)
+        return make_hollow(section, shape, reader)
     except Exception as error:  # a damaged config.json may raise anything
-        raise _unreadable(f"model {section.name!r}", folder, _CAUSAL, error) from error
+        raise _unreadable(f"model {section.name!r}", folder, kind, error) from error
 
 
-def make_hollow(section: ModelSection, shape: PretrainedConfig) -> PreTrainedModel:
+def make_hollow(
+    section: ModelSection, shape: PretrainedConfig, reader: Any = None
+) -> PreTrainedModel:
     """Creates the model of a configuration on the device `meta`, in the section's dtype and without
-    adapters. Raises any exception of the model's class."""
+    adapters. `reader`: the class (models/files/model_class.py); by default that of the type.
+    Raises any exception of the model's class."""
+    reader = class_of_type(shape.model_type) if reader is None else reader
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            shape, dtype=getattr(torch, section.dtype)
-        )
+        model: PreTrainedModel = reader.from_config(shape, dtype=getattr(torch, section.dtype))
     return model.eval()
 
 
@@ -227,7 +276,7 @@ def load_hollow(section: ModelSection, folder: Path, seed: int = 0) -> LoadedMod
     set_template(tokenizer, section)
     if section.lora.enabled and section.lora.adapter is None:
         model = add_adapter(model, section.lora, seed)
-    return LoadedModel(model, tokenizer, section.name)
+    return _with_processor(LoadedModel(model, tokenizer, section.name), section, folder)
 
 
 def check_overrides(section: ModelSection, source: Path | str | None) -> None:
@@ -309,30 +358,33 @@ def _read_folder(
 def load_tokenizer(key: str, folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model's folder. Raises ModelError, which begins with `key`."""
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # a damaged tokenizer.json may raise anything
         raise ModelError(
             f"{key}: the tokenizer in {folder} can't be read ({_reason(error)}): save the model's "
             "own there with tokenizer.save_pretrained"
         ) from error
 
+    has_own = (folder / "chat_template.jinja").is_file()  # which transformers reads
+    if not has_own and (folder / TEMPLATE_FILE).is_file() and reads_images(folder):
+        tokenizer.chat_template = _template_in(key, folder / TEMPLATE_FILE)
+    return tokenizer
+
+
+def _template_in(key: str, path: Path) -> str:
+    try:
+        template = read_json_object(path).get("chat_template")
+    except ConfigError as error:
+        raise ModelError(f"{key}: {error}") from error
+    if not isinstance(template, str):
+        raise ModelError(f"{key}: {path} has no text under chat_template: fetch it again")
+    return template
+
 
 def _unreadable(key: str, folder: Path, kind: str, error: Exception) -> ModelError:
-    remedy = "save or fetch it again"
-    if _reads_images_or_audio(folder):
-        remedy = (
-            "it reads images or audio, and AgentEvo supports text models only: name a text model"
-        )
-    return ModelError(f"{key}: {folder} can't be read as {kind} ({_reason(error)}): {remedy}")
-
-
-def _reads_images_or_audio(folder: Path) -> bool:
-    """Whether a model's configuration has a part for images or audio."""
-    try:
-        config = read_json_object(folder / "config.json")
-    except ConfigError:
-        return False
-    return any(config.get(part) for part in ("vision_config", "audio_config", "vision_tower"))
+    return ModelError(
+        f"{key}: {folder} can't be read as {kind} ({_reason(error)}): {remedy_for(folder)}"
+    )
 
 
 def _place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

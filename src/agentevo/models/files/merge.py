@@ -11,7 +11,10 @@ from agentevo.errors import ModelError
 from agentevo.models.compute.adapters import load_adapter, read_adapter_config
 from agentevo.models.config_overrides import adapter_overrides
 from agentevo.models.files.load import load_base
+from agentevo.models.files.model_class import has_image_processor
 from agentevo.models.files.save import save_model
+from agentevo.models.vision.parts import has_tower, set_processor
+from agentevo.models.vision.processor import load_processor
 
 
 def merge_adapter(folder: Path, out: Path, base: str | None = None) -> Path:
@@ -32,5 +35,8 @@ def merge_adapter(folder: Path, out: Path, base: str | None = None) -> Path:
     tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    if has_tower(loaded.model) and has_image_processor(folder):
+        set_processor(loaded.model, load_processor(folder, loaded.model.config, tokenizer))
 
     return save_model(adapted.merge_and_unload(safe_merge=True), tokenizer, out)

@@ -17,14 +17,9 @@ from agentevo.models.compute.parameters import trained_weights
 from agentevo.models.compute.parts import WholeTensors
 from agentevo.models.files.split_models import in_parts, write_from_parts
 from agentevo.models.files.unused_tensors import write_unused
+from agentevo.models.vision.parts import processor_of
+from agentevo.models.vision.processor import PROCESSOR_FILES
 from agentevo.runtime.files import atomic_folder
-
-PROCESSOR_FILES = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
-"""Files of the image processing of a multimodal model. AgentEvo never changes them."""
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
@@ -76,7 +71,10 @@ def write_model(
 
         if not is_adapted(model):
             write_unused(model, folder)
-        if not is_adapted(model) and model.name_or_path:
+        processor = processor_of(model)
+        if processor is not None:
+            processor.save(folder)
+        elif not is_adapted(model) and model.name_or_path:
             _copy_processor(Path(model.name_or_path), folder)
         tokenizer.save_pretrained(folder)
 

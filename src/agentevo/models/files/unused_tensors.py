@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from agentevo.errors import ModelError
 from agentevo.models.compute.parts import Spec
+from agentevo.models.files.model_class import model_class
 from agentevo.models.files.tensor_file import (
     DTYPE_NAMES,
     FILE_BYTES,
@@ -70,7 +71,7 @@ def remember_unused(model: PreTrainedModel, folder: Path, overrides: Mapping[str
     like = model
     if overrides:  # which may leave layers out
         with torch.device("meta"):
-            like = AutoModelForCausalLM.from_config(config)
+            like = model_class(folder)[0].from_config(config)
 
     loaded = like.state_dict()
     transforms = copy.deepcopy(getattr(model, "_weight_conversions", None) or [])

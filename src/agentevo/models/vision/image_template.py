@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -40,11 +41,22 @@ class ImageChatTemplate(ChatTemplate):
         """See ChatTemplate."""
         return ImageChatTemplate(self.tokenizer, self._marks, values, self._renderer)
 
+    def parts_of(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Mappings in OpenAI's form, whose images are parts by digest, in the template's form."""
+        return [{**message, "content": self._parts(message["content"])} for message in messages]
+
+    def _parts(self, content: Any) -> Any:
+        if isinstance(content, list):
+            return [
+                {"type": "image"} if part["type"] == "image" else part for part in content
+            ]  # fmt: skip
+        if not self._needs_parts or not isinstance(content, str):
+            return content
+        return [{"type": "text", "text": content}] if content else []
+
     def _content(self, message: Message) -> Any:
-        if isinstance(message.content, str) and not self._needs_parts:
-            return message.content
         if isinstance(message.content, str):
-            return [{"type": "text", "text": message.content}] if message.content else []
+            return self._parts(message.content)
 
         parts: list[dict[str, str]] = []
         # A mark must not arise from two texts that a template writes one after the other.

@@ -38,6 +38,10 @@ from agentevo.types import Message
 from agentevo.types.image_span import ImageSpan
 from agentevo.types.images import ImageFile, file_of, images_of_messages
 
+IMAGE_FILE = "preprocessor_config.json"
+VIDEO_FILE = "video_preprocessor_config.json"
+PROCESSOR_FILES = (IMAGE_FILE, "processor_config.json", VIDEO_FILE)
+"""Files of the image processing of a model. AgentEvo changes only the size of images in them."""
 MODEL_INPUTS = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_position_ids")
 """The tensors of an image processor that models read. The others describe the layout."""
 NAMES_OF_CLASSES = ("auto_map", "feature_extractor_type", "image_processor_type", "processor_class")
@@ -108,6 +112,7 @@ class VisionProcessor:
         """The id in whose places the model reads features."""
         self._image_tokens: dict[str, ImageTokens] = {}
         """By digest, the oldest first."""
+        self._files: dict[str, bytes] = {}
         self.fingerprint = self._make_fingerprint()
         """Names everything that ids, grids and pixel tensors of an image depend on, in hexadecimal.
         Pixels that are made again for a turn must come from a processor of the same
@@ -181,8 +186,7 @@ class VisionProcessor:
         return digest in self._image_tokens
 
     def _tokens_of(self, image: ProcessedImage) -> ImageTokens:
-        num_features = image.text.count(self.family.feature)
-        return ImageTokens(image.digest, image.text, image.grid, num_features)
+        return ImageTokens(image.digest, image.text, image.grid, self.count_features(image))
 
     def process(self, file: ImageFile) -> ProcessedImage:
         """The pixel tensors and tokens of an image. Raises ImageError."""
@@ -217,6 +221,35 @@ class VisionProcessor:
             name: torch.cat([image.tensors[name] for image in images], self.family.image_axis)
             for name in names
         }
+
+    def count_features(self, image: ProcessedImage) -> int:
+        """The number of feature tokens of an image."""
+        return image.text.count(self.family.feature)
+
+    def keep_files(self, folder: Path, *, is_changed: bool) -> None:
+        """Remembers the processor's files in the model's folder for `save`, because a run deletes
+        old checkpoints. `is_changed`: whether this processor has other settings than the files."""
+        self._files = {
+            name: (folder / name).read_bytes()
+            for name in PROCESSOR_FILES
+            if (folder / name).is_file()
+        }
+        if is_changed:
+            self._files = {
+                name: _with_size(name, data, dict(self._image_processor.size))
+                for name, data in self._files.items()
+            }
+
+    def save(self, folder: Path) -> None:
+        """Writes the files of the image processor into a model's folder."""
+        if not self._files:
+            self._image_processor.save_pretrained(folder)
+        for name, data in self._files.items():
+            (folder / name).write_bytes(data)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VisionProcessor:
+        """Itself: nothing changes a processor, and copies of a model share it."""
+        return self
 
     def find_spans(
         self, ids: Sequence[int], images: Sequence[ImageTokens]
@@ -254,19 +287,62 @@ class VisionProcessor:
 
 
 def load_processor(
-    folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+    folder: Path,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
 ) -> VisionProcessor:
-    """The processor of the model in a folder. Raises ModelError."""
+    """The processor of the model in a folder. `min_pixels`, `max_pixels`: the size to which images
+    are scaled, if it is not the folder's. Raises ModelError."""
+    limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+    chosen = {name: limit for name, limit in limits.items() if limit is not None}
     try:
         # Pillow's on every machine, so that pixels don't depend on whether torchvision is there.
-        image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        image_processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", **chosen)
     except Exception as error:  # a damaged preprocessor_config.json may raise anything
         raise ModelError(
             f"the image processor in {folder} can't be read ({type(error).__name__}: {error}): "
             "save the model's own there with processor.save_pretrained"
         ) from error
 
-    return VisionProcessor(tokenizer, image_processor, config)
+    processor = VisionProcessor(tokenizer, image_processor, config)
+    if chosen:
+        _check_limits(processor.family.name, chosen, image_processor)
+    processor.keep_files(folder, is_changed=bool(chosen))
+    return processor
+
+
+def _check_limits(family: str, chosen: Mapping[str, int], image_processor: Any) -> None:
+    """Raises ModelError for a family that does not scale images to a number of pixels, and for
+    limits that contradict each other."""
+    names = ", ".join(f"model.vision.{name}" for name in chosen)
+    if family != "qwen":
+        raise ModelError(
+            f"{names}: models of the family {family} scale every image to their own size: remove "
+            "it, or choose a Qwen model"
+        )
+
+    size = image_processor.size
+    if size["shortest_edge"] > size["longest_edge"]:
+        raise ModelError(
+            f"{names}: images would have at least {size['shortest_edge']} and at most "
+            f"{size['longest_edge']} pixels: set both keys"
+        )
+
+
+def _with_size(name: str, data: bytes, size: Mapping[str, int]) -> bytes:
+    """One of PROCESSOR_FILES with another size of images."""
+    settings = json.loads(data)
+    of_images = settings if name == IMAGE_FILE else settings.get("image_processor")
+    if of_images is None or name == VIDEO_FILE:
+        return data
+
+    of_images |= {"size": dict(size)}
+    for key in ("min_pixels", "max_pixels"):
+        of_images.pop(key, None)
+    return (json.dumps(settings, indent=2) + "\n").encode()
 
 
 def _only_id(tokenizer: PreTrainedTokenizerBase, text: str) -> int:

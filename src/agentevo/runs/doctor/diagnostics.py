@@ -282,7 +282,8 @@ def check_sft_recipe(config: RunConfig) -> list[Check]:
     loaded = load_policy(config, None)
     chat = None if config.environment is None else chat_of(loaded)
     context = context_length(loaded.model.config)
-    data = load_sft_data(config, loaded.tokenizer, chat, context, LiveView(config.run.name))
+    view = LiveView(config.run.name)
+    data = load_sft_data(config, loaded.tokenizer, chat, context, view, processor=loaded.processor)
     lengths = [
         len(row.ids) for rows in (*data.train.values(), *data.held_out.values()) for row in rows
     ]

@@ -35,7 +35,7 @@ from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.compute.positions import context_length
 from agentevo.models.files.load import LoadedModel
 from agentevo.models.files.model_copy import copy_policy
-from agentevo.models.vision.processor import VisionProcessor
+from agentevo.models.vision.parts import processor_of
 from agentevo.rollout.sampler import Player
 
 CHECKPOINTS = "agents"
@@ -53,12 +53,11 @@ class AgentPolicy:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     engine: UpdatableEngine
-    processor: VisionProcessor | None = None
 
     def player(self) -> Player:
         """The engine from which the agents of this policy sample their tokens."""
         generation = getattr(self.model, "generation_config", None)
-        chat = ChatFormat(self.tokenizer, generation, processor=self.processor)
+        chat = ChatFormat(self.tokenizer, generation, processor=processor_of(self.model))
         return Player(self.engine, chat, context_length(self.model.config))
 
 
@@ -96,7 +95,6 @@ def make_policies(
             loaded.model,
             loaded.tokenizer,
             make_engine(config, loaded, copy_policy(loaded.model) if is_own else loaded.model),
-            loaded.processor,
         )
 
     for name, section in config.agents.items():
@@ -104,7 +102,7 @@ def make_policies(
             source = policies[section.weights_of]
             earlier = copy_policy(source.model)
             policies[name] = AgentPolicy(
-                earlier, source.tokenizer, make_engine(config, source, earlier), source.processor
+                earlier, source.tokenizer, make_engine(config, source, earlier)
             )
 
     return policies

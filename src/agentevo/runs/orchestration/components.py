@@ -38,6 +38,7 @@ from agentevo.models.compute.routers import enable_routing
 from agentevo.models.compute.rows import row_settings
 from agentevo.models.files.load import LoadedModel, load_model
 from agentevo.models.files.model_copy import copy_policy
+from agentevo.models.vision.parts import processor_of
 from agentevo.observability.tracing import open_tracing
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.task_source import TaskSource
@@ -61,7 +62,6 @@ from agentevo.types import Task
 
 if TYPE_CHECKING:
     from agentevo.inference.serving.run_engines import RunEngines
-    from agentevo.models.vision.processor import VisionProcessor
 
 
 @dataclass(eq=False)
@@ -87,8 +87,6 @@ class Components:
     policies: Mapping[str, AgentPolicy] = field(default_factory=dict)
     """By name, the policies of a rollout of several agents, including the main one; empty if
     there is only one policy."""
-    processor: VisionProcessor | None = None
-    """Shows images to the model. None for a model that reads text only."""
     run_engines: RunEngines | None = None
     """Equals `engine` where this process makes no engine and the run's other engines evaluate."""
 
@@ -130,7 +128,7 @@ class Components:
     def chat(self) -> ChatFormat:
         """Raises ModelError for a chat template that can't be continued turn by turn."""
         generation = getattr(self.model, "generation_config", None)
-        return ChatFormat(self.tokenizer, generation, processor=self.processor)
+        return ChatFormat(self.tokenizer, generation, processor=processor_of(self.model))
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -257,7 +255,7 @@ async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
     engine = run_engines or make_engine(
         config, loaded, loaded.model if transport == "shared" else copy_policy(loaded.model)
     )
-    main = AgentPolicy(loaded.model, loaded.tokenizer, engine, loaded.processor)
+    main = AgentPolicy(loaded.model, loaded.tokenizer, engine)
     policies = make_policies(config, main, checkpoint, load_policy, transport)
     needs_environment = agent is None and isinstance(config.agent, EnvironmentAgentSection)
     plays = may_play and (config.environment is not None or not needs_environment)
@@ -289,7 +287,6 @@ async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
             note=note,
             checkpoint=checkpoint,
             policies=policies,
-            processor=loaded.processor,
             run_engines=run_engines,
         )
 

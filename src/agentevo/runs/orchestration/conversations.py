@@ -17,10 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from agentevo.config import RunConfig, check_sft
 from agentevo.data import RowError, RowReport, check_source, read_conversations
+from agentevo.data.message_images import ImageCollector
 from agentevo.errors import ConfigError
-from agentevo.models.chat.chat_format import ChatFormat, chat_of
+from agentevo.models.chat.chat_format import NO_IMAGES, ChatFormat, chat_of
 from agentevo.models.compute.positions import context_length, row_limit
 from agentevo.models.files.load import LoadedModel
+from agentevo.models.vision.processor import VisionProcessor
 from agentevo.observability import LiveView
 from agentevo.runs.folder.run_folder import check_run_folder, read_store
 from agentevo.runs.orchestration.batch_sources import BatchSource
@@ -35,6 +37,7 @@ from agentevo.training.learner import PreparedBatch
 from agentevo.training.pairs import answer_of
 from agentevo.training.supervised import plan_batches
 from agentevo.types import Sample, Trajectory
+from agentevo.types.images import ImageFile
 
 HELD_OUT = "sft/eval/"
 """Prefix of the metrics on held-out conversations."""
@@ -52,6 +55,8 @@ class SFTData:
     train: Conversations = field(default_factory=dict)
     held_out: Conversations = field(default_factory=dict)
     reports: list[RowReport] = field(default_factory=list)
+    images: dict[str, ImageFile] = field(default_factory=dict)
+    """Maps a digest to an image of the conversations."""
 
     def sizes(self) -> dict[str, int]:
         """Conversation -> its tokens."""
@@ -67,6 +72,7 @@ class SFTData:
             for row in (row for rows in conversations.values() for row in rows):
                 digest.update(struct.pack("<q", len(row.ids)) + row.ids.tobytes())
                 digest.update(row.mask.tobytes())
+                digest.update("".join(span.digest for span in row.images).encode())
             digest.update(b"|")
         return digest.hexdigest()
 
@@ -215,7 +221,9 @@ def read_sft_data(
         chat = chat_of(loaded)
 
     try:
-        return load_sft_data(config, loaded.tokenizer, chat, context, view, stop=stop)
+        return load_sft_data(
+            config, loaded.tokenizer, chat, context, view, processor=loaded.processor, stop=stop
+        )
     except StopAskedError:
         return None
 
@@ -227,16 +235,27 @@ def load_sft_data(
     context_length: int,
     view: LiveView,
     *,
+    processor: VisionProcessor | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> SFTData:
-    """Reads and encodes everything. Raises ConfigError if no row is left to train on, and
-    StopAskedError when `stop()` becomes true while it reads. Demonstrations need `chat`."""
+    """Reads and encodes everything. `processor`: the model's, if it sees. Raises ConfigError if no
+    row is left to train on, and StopAskedError when `stop()` becomes true while it reads.
+    Demonstrations need `chat`."""
     section = config.data
     conversations = SFTData()
     limit = row_limit(context_length, section.max_tokens)
+    images = None if processor is None else ImageCollector()
+    encoder = AssistantTokens(
+        tokenizer,
+        max_tokens=limit,
+        train_on=section.train_on,
+        too_long=section.too_long,
+        processor=processor,
+        images=NO_IMAGES if images is None else images.files,
+    )
     if section.train:
         conversations.train |= _from_files(
-            config, section.train, "train", tokenizer, limit, conversations.reports, view, stop
+            config, section.train, "train", encoder, images, conversations.reports, view, stop
         )
 
     if section.demonstrations:
@@ -253,11 +272,12 @@ def load_sft_data(
 
     if section.eval:
         conversations.held_out |= _from_files(
-            config, section.eval, "eval", tokenizer, limit, conversations.reports, view, stop
+            config, section.eval, "eval", encoder, images, conversations.reports, view, stop
         )
     elif section.eval_share:
         conversations.held_out = _hold_out(conversations.train, section.eval_share, config.run.seed)
 
+    conversations.images |= {} if images is None else images.files
     for line in (line for report in conversations.reports for line in report.lines()):
         (view.warn if LEFT_OUT in line else view.note)(line)
 
@@ -274,8 +294,8 @@ def _from_files(
     config: RunConfig,
     sources: Sequence[str],
     kind: str,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int,
+    encoder: AssistantTokens,
+    images: ImageCollector | None,
     reports: list[RowReport],
     view: LiveView,
     stop: Callable[[], bool],
@@ -285,11 +305,8 @@ def _from_files(
     conversations = Conversations()
     reports.append(report)
 
-    encoder = AssistantTokens(
-        tokenizer, max_tokens=limit, train_on=section.train_on, too_long=section.too_long
-    )
     for source in sources:
-        for conversation in read_conversations(source, section.format, report):
+        for conversation in read_conversations(source, section.format, report, images):
             if stop():
                 raise StopAskedError("stopped while reading conversations")
 
@@ -329,7 +346,9 @@ def _fitting(
                 ),
             )
         else:
-            conversations[name] = [TokenRow(name, s.ids, s.loss_mask) for s in members]
+            conversations[name] = [
+                TokenRow(name, s.ids, s.loss_mask, s.images, s.processor) for s in members
+            ]
 
     return conversations
 

@@ -159,9 +159,9 @@ def chat_of_recipe(config: RunConfig) -> tuple[ChatFormat, int]:
     set_template(tokenizer, config.model)
     processor = None
     if hasattr(shape, "vision_config"):  # images need torch
-        from agentevo.models.vision.processor import load_processor
+        from agentevo.models.files.model_class import saved_processor
 
-        processor = load_processor(folder, shape, tokenizer)
+        processor = saved_processor(folder, shape, tokenizer, config.model.vision)
 
     return ChatFormat(tokenizer, generation, processor=processor), context_length(shape)
 

@@ -13,11 +13,17 @@ import torch
 
 from agentevo.models.compute.routers import Routing
 from agentevo.models.compute.sharded import any_sharded
+from agentevo.training.batching.images import (
+    BatchImages,
+    ImageProvider,
+    batch_images,
+    has_images,
+)
 from agentevo.training.batching.routing import merge_keys, node_rows
 from agentevo.training.batching.row_groups import RowPasses, row_passes
 from agentevo.training.kernels.token_penalties import PenaltyTable
 from agentevo.training.kernels.tree_attention import TreeAttention
-from agentevo.training.tree import build_tree
+from agentevo.training.tree import TokenTree, build_tree
 from agentevo.types import Sample
 from agentevo.types.penalties import PenaltyChanges
 
@@ -30,7 +36,8 @@ class PackedBatch:
     input_ids: torch.Tensor
     """[1, N]"""
     position_ids: torch.Tensor
-    """[1, N]"""
+    """[A, 1, N] the positions that the model reads, on A = 3 axes where images are shown by M-RoPE,
+    otherwise on one. Attention uses the depths of the nodes, `plan.tree.positions`."""
     plan: TreeAttention
     logit_nodes: torch.Tensor
     """[R]: the nodes that predict a trained token. A node has one row for each mask under which it
@@ -61,6 +68,8 @@ class PackedBatch:
     """The penalties at these rows; None if there are none."""
     routed_experts: torch.Tensor | None
     """[N, layers, top_k] int64: see `node_rows`; None if nothing was recorded."""
+    images: BatchImages | None
+    """None if no sample has images."""
     num_logical: int
     """The total number of tokens of all samples. Tokens that share a node count separately."""
     _row_passes: dict[tuple[bool, bool, bool], RowPasses] = field(default_factory=dict)
@@ -79,6 +88,8 @@ class PackedBatch:
                 shares=shares,
                 as_one_pass=any_sharded(),
                 device=self.input_ids.device,
+                positions=None if self.images is None else self.position_ids[:, 0].cpu().numpy(),
+                images=self.images,
             )
         return self._row_passes[key]
 
@@ -110,20 +121,27 @@ class PackedBatch:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The keyword arguments of the model for one pass."""
+        """The keyword arguments of the model for one pass, without the features of images."""
+        axes = self.position_ids
         return {
             "input_ids": self.input_ids,
-            "position_ids": self.position_ids,
+            "position_ids": axes if len(axes) > 1 else axes[0],
             "use_cache": False,
             "plan": self.plan,
             "logits_to_keep": self.logit_nodes,
         }
 
 
-def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True) -> PackedBatch:
+def pack(
+    samples: Sequence[Sample],
+    device: torch.device,
+    *,
+    merge: bool = True,
+    images: ImageProvider | None = None,
+) -> PackedBatch:
     """Packs samples of one temperature. With `merge`, shared prefixes are computed once. Without
     it, every sample is computed separately. In both cases no sample sees another's tokens, and the
-    results are the same."""
+    results are the same. `images` is needed for samples with images."""
     temperature = _one_temperature(samples)
     tree = build_tree(merge_keys(samples), merge=merge)
     for sample, path in zip(samples, tree.paths, strict=True):
@@ -149,7 +167,7 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
 
     return PackedBatch(
         input_ids=tensor(tree.ids).unsqueeze(0),
-        position_ids=tensor(tree.positions).unsqueeze(0),
+        position_ids=tensor(_positions(samples, tree, images)).unsqueeze(1),
         plan=TreeAttention(tree, device),
         logit_nodes=tensor(logit_nodes),
         rows=tensor(rows),
@@ -162,9 +180,24 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
         masks=None if masks is None else tensor(masks),
         penalties=PenaltyTable.of({int(rows[m]): c for m, c in changes.items()}, device),
         routed_experts=node_rows(samples, tree.paths, tree.num_nodes, device),
+        images=batch_images(samples, tree.paths, tree.num_nodes, images),
         num_logical=sum(len(s.ids) for s in samples),
         **_tables_of(samples, mask, device),
     )
+
+
+def _positions(
+    samples: Sequence[Sample], tree: TokenTree, images: ImageProvider | None
+) -> np.ndarray:
+    """[A, N] int64: the position of each node on each axis."""
+    if images is None or not has_images(samples):
+        return tree.positions[None]
+
+    of_samples = [images.positions(sample) for sample in samples]
+    positions = np.empty((len(of_samples[0]), tree.num_nodes), dtype=np.int64)
+    for path, of_sample in zip(tree.paths, of_samples, strict=True):
+        positions[:, path] = of_sample
+    return positions
 
 
 def _tables_of(samples: Sequence[Sample], mask: np.ndarray, device: torch.device) -> dict[str, Any]:

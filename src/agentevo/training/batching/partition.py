@@ -42,8 +42,10 @@ def spread(
     *,
     merge: bool = True,
     pair_cost: float = PAIR_COST,
+    sizes: Sequence[np.ndarray] | None = None,
 ) -> list[list[list[int]]]:
-    """The micro-batches of each rank, as in `split_by_tokens`.
+    """The micro-batches of each rank, as in `split_by_tokens`. `sizes`: for each sequence, how many
+    tokens each of its tokens counts for [T] int64; None if each counts for one.
 
     Every rank has the same number of micro-batches, or one less if there are too few sequences. The
     cost of a rank is tokens + pair_cost * query-key pairs. The costs of two ranks differ by at most
@@ -52,7 +54,7 @@ def spread(
     if not sequences:
         return [[] for _ in range(ranks)]
 
-    line = _CostLine.of(sequences, merge, pair_cost)
+    line = _CostLine.of(sequences, merge, pair_cost, sizes)
     starts = (
         _split_for_one_rank(line, max_tokens)
         if ranks == 1
@@ -84,19 +86,30 @@ class _CostLine:
     """[S] float64: the cost of the shared tokens, which a cut before the sequence adds."""
 
     @classmethod
-    def of(cls, sequences: Sequences, merge: bool, pair_cost: float) -> _CostLine:
+    def of(
+        cls,
+        sequences: Sequences,
+        merge: bool,
+        pair_cost: float,
+        sizes: Sequence[np.ndarray] | None,
+    ) -> _CostLine:
         in_order = sort_sequences(sequences, merge=merge)
         lengths = np.array([len(ids) for ids in in_order.tokens], dtype=np.int64)
+        shared = in_order.shared
+        if sizes is not None:
+            sums = [np.append(0, np.cumsum(sizes[index])) for index in in_order.order]
+            lengths = np.array([sum_of_sizes[-1] for sum_of_sizes in sums])
+            shared = np.array([part[num] for part, num in zip(sums, shared, strict=True)])
 
         def path_cost(length: np.ndarray) -> np.ndarray:
             return length + pair_cost * (length * (length + 1) / 2)
 
-        shared_costs = path_cost(in_order.shared)
-        tokens = np.concatenate([[0], np.cumsum(lengths - in_order.shared)])
+        shared_costs = path_cost(shared)
+        tokens = np.concatenate([[0], np.cumsum(lengths - shared)])
         return cls(
             in_order.order,
             tokens,
-            in_order.shared,
+            shared,
             np.concatenate([[0.0], np.cumsum(path_cost(lengths) - shared_costs)]),
             shared_costs,
         )

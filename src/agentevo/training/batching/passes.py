@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.models.compute.sharded import any_sharded
+from agentevo.training.batching.images import ImageProvider, token_sizes
 from agentevo.training.batching.packing import PackedBatch, pack
 from agentevo.training.batching.partition import spread
 from agentevo.training.batching.routing import merge_keys
@@ -67,6 +68,7 @@ def _parts_of(sample: Sample) -> tuple[object, ...]:
         sample.masks,
         sample.penalties,
         sample.routed_experts,
+        sample.images,
         sample.temperature,
     )
 
@@ -79,10 +81,12 @@ def micro_batches(
     *,
     merge: bool = True,
     packed: PackedStep | None = None,
+    images: ImageProvider | None = None,
 ) -> list[tuple[list[int], PackedBatch]]:
     """This rank's micro-batches: the indices of the samples, and the packed samples. The samples of
-    a micro-batch have one temperature. See `spread` and, for `merge`, `pack`. `packed`: the
-    micro-batches that the step has packed before, with the same limits and on the same device."""
+    a micro-batch have one temperature. See `spread` and, for `merge` and `images`, `pack`. In
+    `max_tokens`, the tokens of images count for more (`token_sizes`). `packed`: the micro-batches
+    that the step has packed before, with the same limits and on the same device."""
     if packed is not None:
         if (batches := packed.batches_of(samples)) is not None:
             return batches
@@ -94,14 +98,17 @@ def micro_batches(
 
     split = []
     for indices in alike.values():
-        keys = merge_keys([samples[i] for i in indices])
+        alike_samples = [samples[i] for i in indices]
+        keys = merge_keys(alike_samples)
+        sizes = token_sizes(alike_samples, images)
         split += [
             [indices[i] for i in part]
-            for part in spread(keys, max_tokens, num_ranks(), merge=merge)[rank()]
+            for part in spread(keys, max_tokens, num_ranks(), merge=merge, sizes=sizes)[rank()]
         ]
 
     batches = [
-        (indices, pack([samples[i] for i in indices], device, merge=merge)) for indices in split
+        (indices, pack([samples[i] for i in indices], device, merge=merge, images=images))
+        for indices in split
     ]
     if packed is not None:
         packed.keep(samples, batches)
@@ -110,7 +117,12 @@ def micro_batches(
 
 
 def null_batches(
-    samples: Sequence[Sample], num_passes: int, device: torch.device, *, merge: bool = True
+    samples: Sequence[Sample],
+    num_passes: int,
+    device: torch.device,
+    *,
+    merge: bool = True,
+    images: ImageProvider | None = None,
 ) -> list[PackedBatch]:
     """The extra batches of this rank after `num_passes` passes over its micro-batches. If all ranks
     must run passes together (the model is sharded, or its experts are split), extra batches make
@@ -120,7 +132,7 @@ def null_batches(
         return []
     missing = max(gather(num_passes)) - num_passes
     shortest = min(samples, key=lambda sample: len(sample.ids))
-    return [pack([shortest], device, merge=merge)] * missing
+    return [pack([shortest], device, merge=merge, images=images)] * missing
 
 
 def run_null_batches(
@@ -144,17 +156,18 @@ def token_tables(
     merge: bool = True,
     packed: PackedStep | None = None,
     listen: Callable[[Sequence[int], PackedBatch], None] | None = None,
+    images: ImageProvider | None = None,
 ) -> dict[str, torch.Tensor]:
     """Calls `compute` for each micro-batch. It returns name -> [M] for the trained tokens, and the
     results are collected in tables name -> [S, T] float32 on the CPU.
 
-    Row s holds the trained tokens of sample s from the left, then zeros. `packed`: see
+    Row s holds the trained tokens of sample s from the left, then zeros. `packed` and `images`: see
     `micro_batches`. `listen` is called after `compute` with the indices of the samples of each of
     this rank's micro-batches.
     """
     width = max(s.num_trained for s in samples)
-    batches = micro_batches(samples, max_tokens, device, merge=merge, packed=packed)
-    nulls = null_batches(samples, len(batches), device, merge=merge)
+    batches = micro_batches(samples, max_tokens, device, merge=merge, packed=packed, images=images)
+    nulls = null_batches(samples, len(batches), device, merge=merge, images=images)
 
     parts = []
     for indices, batch in batches:

@@ -16,6 +16,8 @@ import torch
 
 from agentevo.errors import TrainingError
 from agentevo.models.compute.routers import KEY, OWN, Routers
+from agentevo.models.vision.keys import ImageKeys
+from agentevo.training.batching.images import has_images
 from agentevo.types import Sample, Turn
 from agentevo.types.routed_experts import RoutedExperts, join_experts, why_misaligned
 
@@ -80,21 +82,28 @@ def _refusal(name: str, wrong: str) -> TrainingError:
 
 def merge_keys(samples: Sequence[Sample]) -> list[np.ndarray]:
     """For each sample, a number per token [T] int32. Equal numbers mean the same token with the
-    same row. Without rows, the numbers are the ids."""
+    same row, and the same feature of the same image. Without rows and images, the numbers are the
+    ids."""
+    ids = [sample.ids for sample in samples]
+    if has_images(samples):
+        images = ImageKeys(1 + max(int(sample.ids.max()) for sample in samples))
+        ids = [images.intern(sample.ids, sample.images) for sample in samples]
     if all(sample.routed_experts is None for sample in samples):
-        return [sample.ids for sample in samples]
-    tokens = np.concatenate([_token_bytes(sample) for sample in samples])
+        return ids
+    tokens = np.concatenate(
+        [_token_bytes(sample, keys) for sample, keys in zip(samples, ids, strict=True)]
+    )
     token_records = tokens.view(np.dtype((np.void, tokens.shape[1]))).ravel()
     _, keys = np.unique(token_records, return_inverse=True)
     ends = np.cumsum([len(sample.ids) for sample in samples])[:-1]
     return np.split(keys.astype(np.int32), ends)
 
 
-def _token_bytes(sample: Sample) -> np.ndarray:
-    """[T, B] uint8: for each token its id, whether it has a row, and the row."""
+def _token_bytes(sample: Sample, ids: np.ndarray) -> np.ndarray:
+    """[T, B] uint8: for each token its id or key, whether it has a row, and the row."""
     rows = _rows_of(sample)
     token_bytes = np.zeros((len(sample.ids), 5 + rows.bytes_per_token), dtype=np.uint8)
-    token_bytes[:, :4] = sample.ids.astype("<i4").view(np.uint8).reshape(-1, 4)
+    token_bytes[:, :4] = ids.astype("<i4").view(np.uint8).reshape(-1, 4)
     token_bytes[:-1, 4] = 1
     token_bytes[:-1, 5:] = np.frombuffer(rows.data, dtype=np.uint8).reshape(
         -1, rows.bytes_per_token

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from agentevo.models.compute.rows import RowGroup
+from agentevo.models.vision.keys import FeatureRows
+from agentevo.training.batching.images import BatchImages
 from agentevo.training.prefixes import common_prefix
 from agentevo.training.tree import TokenTree
 
@@ -30,6 +32,8 @@ class RowPasses(NamedTuple):
     groups: list[RowGroup]
     order: torch.Tensor
     """[R] int64: the place of each node in the concatenated outputs of the groups."""
+    images: list[list[FeatureRows]]
+    """The features that each group reads, row by row."""
 
     def join(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Puts the outputs [n, ...] of the groups together: [R, ...], in the order of the nodes."""
@@ -55,11 +59,14 @@ def row_passes(
     shares: bool,
     as_one_pass: bool,
     device: torch.device,
+    positions: np.ndarray | None = None,
+    images: BatchImages | None = None,
 ) -> RowPasses:
     """The passes that compute the output of `nodes` [R]. Each sequence of the tree is a row. A node
     that several rows compute is taken from one of them, whose gradient is the node's. `pads`:
     whether rows of different length can share a pass. `shares`: whether rows can continue from the
-    state of a prefix, which is then computed once. `as_one_pass`: all rows are in one pass."""
+    state of a prefix, which is then computed once. `as_one_pass`: all rows are in one pass.
+    `positions` [A, N] of the nodes; None if they are the depths. `images`: those of the nodes."""
     stretches = _divide(tree, shares and not as_one_pass)
     stretch_of_node = np.full(tree.num_nodes, -1)
     column_of_node = np.zeros(tree.num_nodes, dtype=np.int64)
@@ -70,6 +77,7 @@ def row_passes(
         column_of_node[path[missing]] = missing
 
     groups: list[RowGroup] = []
+    images_of_groups: list[list[FeatureRows]] = []
     taken = []
     pass_of_stretch: dict[int | None, int] = {}
     for members in _group(stretches, stretch_of_node[nodes], pads, as_one_pass):
@@ -81,20 +89,25 @@ def row_passes(
         if first.is_parent:
             pass_of_stretch[members[0]] = len(groups)
 
+        ids, paths = _padded_ids(tree, [stretches[m] for m in members])
+        parts = [] if images is None else [images.feature_rows(nodes) for nodes in paths]
+        images_of_groups.append(list(itertools.chain(*parts)))
         groups.append(
             RowGroup(
-                torch.as_tensor(_padded_ids(tree, [stretches[m] for m in members]), device=device),
+                torch.as_tensor(ids, device=device),
                 torch.as_tensor(place_of_stretch[stretch_of_node[nodes[mine]]], device=device),
                 torch.as_tensor(column_of_node[nodes[mine]], device=device),
                 parent=pass_of_stretch.get(first.parent),
                 start=first.start,
                 is_parent=first.is_parent,
+                positions=_padded_positions(paths, ids.shape[1], positions, device),
+                types=_types(tree, [stretches[m] for m in members], ids.shape[1], images, device),
             )
         )
 
     order = np.empty(len(nodes), dtype=np.int64)
     order[np.concatenate(taken)] = np.arange(len(nodes))
-    return RowPasses(groups, torch.as_tensor(order, device=device))
+    return RowPasses(groups, torch.as_tensor(order, device=device), images_of_groups)
 
 
 def _divide(tree: TokenTree, shares: bool) -> list[_Stretch]:
@@ -159,15 +172,49 @@ def _group(
     return groups
 
 
-def _padded_ids(tree: TokenTree, members: list[_Stretch]) -> np.ndarray:
-    """[B, L] int64"""
+def _padded_ids(tree: TokenTree, members: list[_Stretch]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The ids [B, L] int64, and the nodes of each row."""
     shortest = 0 if members[0].parent is None else SHORTEST
     width = max(shortest, *(stretch.stop - stretch.start for stretch in members))
     ids = np.zeros((len(members), width), dtype=np.int64)
-    for place, stretch in enumerate(members):
-        path = tree.paths[stretch.sequence][stretch.start : stretch.stop]
+    paths = [tree.paths[member.sequence][member.start : member.stop] for member in members]
+    for place, path in enumerate(paths):
         ids[place, : len(path)] = tree.ids[path]
-    return ids
+    return ids, paths
+
+
+def _padded_positions(
+    paths: list[np.ndarray], width: int, positions: np.ndarray | None, device: torch.device
+) -> torch.Tensor | None:
+    """[A, B, L] of rows with these nodes. Padding goes on counting from the last position, because
+    transformers takes a row that counts anew for several texts."""
+    if positions is None:
+        return None
+
+    padded = np.empty((len(positions), len(paths), width), dtype=np.int64)
+    for row, nodes in enumerate(paths):
+        padded[:, row, : len(nodes)] = positions[:, nodes]
+        after = 1 + np.arange(width - len(nodes))
+        padded[:, row, len(nodes) :] = positions[:, nodes[-1:]] + after
+    return torch.as_tensor(padded, device=device)
+
+
+def _types(
+    tree: TokenTree,
+    members: list[_Stretch],
+    width: int,
+    images: BatchImages | None,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """[B, start + L]: the types of the tokens of the rows, and of those before them."""
+    if images is None:
+        return None
+
+    types = np.zeros((len(members), members[0].start + width), dtype=np.int64)
+    for row, member in enumerate(members):
+        nodes = tree.paths[member.sequence][: member.stop]
+        types[row, : len(nodes)] = images.image_of_node[nodes] >= 0
+    return torch.as_tensor(types, device=device)
 
 
 def _alike(rows: list[int], lengths: list[int], pads: bool) -> list[list[int]]:

@@ -21,6 +21,7 @@ from agentevo.algorithms.estimators import Advantage
 from agentevo.errors import TrainingError
 from agentevo.training.batching.constrained import TurnMasks, join_masks
 from agentevo.training.batching.credit import TurnCredits, credit_table
+from agentevo.training.batching.images import path_images
 from agentevo.training.batching.routing import path_rows
 from agentevo.types import Sample, Trajectory, Turn
 from agentevo.types.penalties import TokenPenalties
@@ -326,6 +327,7 @@ def _path_row(
     ]
     masks_of_pieces = [piece for turn_masks in masks_of_turns for piece in (None, turn_masks)]
     penalties = [piece for turn in path for piece in (None, turn.penalties)]
+    images, processor = path_images(trajectory.id, path)
     sample = Sample(
         trajectory_id=trajectory.id,
         group_id=trajectory.group_id,
@@ -339,6 +341,8 @@ def _path_row(
         temperature=next(turn.temperature for turn in path if turn.overrides is None),
         masks=join_masks(list(zip(piece_sizes, masks_of_pieces, strict=True))),
         penalties=TokenPenalties.join(list(zip(piece_sizes, penalties, strict=True))),
+        images=images,
+        processor=processor,
     )
     turns = np.repeat(
         np.array([turn.index for turn, _ in fresh_turns], dtype=np.int64),

@@ -15,9 +15,11 @@ computed.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -26,6 +28,8 @@ from transformers import PreTrainedModel
 from agentevo.models.compute.linear import FastLinear, PackedWeights
 from agentevo.models.compute.rows import row_settings, run_groups, shares_states
 from agentevo.models.token_rows import causal_model, num_token_rows
+from agentevo.models.vision.features import ImageEncoder, ImageFeatures, image_arguments
+from agentevo.models.vision.keys import FeatureRows
 from agentevo.training.kernels.linear_logprobs import linear_logprobs, linear_logprobs_and_squares
 from agentevo.training.kernels.logprobs import selected_logprobs, sum_of_squares
 from agentevo.training.kernels.stages import run_stage, sending_stage
@@ -117,10 +121,11 @@ def token_scores(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     passes = _passes_of(model, batch, at_tokens=True)
     if passes is None:
         inputs = {name: value for name, value in batch.inputs.items() if name != "logits_to_keep"}
+        inputs |= _image_inputs(model, batch)
         scores: torch.Tensor = run(**inputs).logits[0, batch.nodes, 0]
         return scores
 
-    return passes.join([out.logits[0, :, 0] for out in run_groups(model, passes.groups)])
+    return passes.join([output.logits[0, :, 0] for output in _run_rows(model, batch, passes)])
 
 
 def _passes_of(
@@ -138,8 +143,36 @@ def _run_passes(model: PreTrainedModel, batch: PackedBatch) -> list[torch.Tensor
     run: Any = model
     passes = _passes_of(model, batch)
     if passes is None:
-        return [run(**batch.inputs).logits]
-    return [output.logits for output in run_groups(model, passes.groups)]
+        return [run(**batch.inputs, **_image_inputs(model, batch)).logits]
+    return [output.logits for output in _run_rows(model, batch, passes)]
+
+
+def _run_rows(model: PreTrainedModel, batch: PackedBatch, passes: RowPasses) -> list[Any]:
+    features = _features(model, batch)
+    return run_groups(model, passes.groups, [_read(features, part) for part in passes.images])
+
+
+def _features(model: PreTrainedModel, batch: PackedBatch) -> dict[str, ImageFeatures]:
+    """Digest -> the features of the image, from one pass of the vision tower over the batch's
+    images. The gradients of all places that show an image add up in its features."""
+    images = batch.images
+    if images is None:
+        return {}
+    features = ImageEncoder(model, images.provider.processor).encode(images.processed)
+    return dict(zip(images.digests, features, strict=True))
+
+
+def _image_inputs(model: PreTrainedModel, batch: PackedBatch) -> dict[str, Any]:
+    """The arguments of the model's `forward` for the images of the batch's tree."""
+    nodes = np.arange(batch.num_distinct)
+    parts = [] if batch.images is None else batch.images.feature_rows(nodes)
+    return image_arguments(model, batch.input_ids, _read(_features(model, batch), parts))
+
+
+def _read(
+    features: Mapping[str, ImageFeatures], parts: Sequence[FeatureRows]
+) -> list[ImageFeatures]:
+    return [features[part.digest].rows(part.start, part.stop) for part in parts]
 
 
 def allowed_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
