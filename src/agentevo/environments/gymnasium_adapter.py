@@ -117,8 +117,11 @@ class GymnasiumView(NamedTuple):
 
     def differs(self, other: GymnasiumView) -> bool:
         """Whether the player can see a difference. Unknown for a form, so true."""
-        same_frame = self.frame is other.frame or np.array_equal(self.frame, other.frame)
-        return self.text != other.text or not same_frame or self.form is not None
+        if self.text != other.text or self.form is not None:
+            return True
+        if self.frame is None or other.frame is None:
+            return self.frame is not other.frame
+        return not np.array_equal(self.frame, other.frame)
 
     def with_problem(self, problem: str) -> Shown:
         """The view after the reason why the last action was invalid, which may be empty."""

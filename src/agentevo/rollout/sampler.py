@@ -483,7 +483,13 @@ class RemoteSampler(Sampler):
         self._model = model
 
     def use_images(self, images: Mapping[str, ImageFile]) -> None:
-        """See Sampler. A remote model that does not see refuses them."""
+        """See Sampler. Raises ConfigError if the remote model takes none."""
+        if images and not self.remote_models[self._model].sees_images:
+            raise ConfigError(
+                f"tasks: some have images, and the remote model {self._model} reads text alone: "
+                f"set remote_models.{self._model}.sees_images=true if it takes images, or leave "
+                "those tasks out"
+            )
         self.task_images = images
 
     def _images_of(self, task: Task) -> AttemptImages:
@@ -523,6 +529,7 @@ class RemoteSampler(Sampler):
         calls = AttemptCalls(self._calls, name)
         seed = derive_seed(self._config.run.seed, name)
         remote = RemoteConversations(self.remote_models, name=name, seed=seed, calls=calls)
+        remote.images.files.update(self.task_images)
         conversation = RemotePolicyConversation(
             remote, self._model, sampling, name=name, calls=calls
         )

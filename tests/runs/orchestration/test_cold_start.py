@@ -6,11 +6,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from seeing_chats import seeing_chat
 
 from agentevo.api.run import train
 from agentevo.config import build_config
 from agentevo.errors import ConfigError
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.files.save import save_model
+from agentevo.models.tiny_tokenizer import byte_tokenizer
 from agentevo.observability import read_metrics
 from agentevo.rollout.tasks import environment_seed
 from agentevo.runs.orchestration.cold_start import solver_samples
@@ -22,7 +25,7 @@ def demonstrations(parts, view):
     section = parts.config.cold_start
     return solver_samples(
         parts.config, parts.chat, section.episodes, section.random_action_rate, view
-    )
+    ).samples
 
 
 def with_parts(config, tmp_path, work):
@@ -74,6 +77,18 @@ def test_demonstrations_train_what_the_solver_says(memory, small_config, quiet_v
             for answer in answers
         ]
         assert [environment.step(action)[4]["success"] for action in actions][-1]
+
+
+def test_demonstrations_in_pictures_have_their_images(small_config, quiet_view, tmp_path):
+    config = small_config(tmp_path / "run", "environment.observation=image")
+    samples, images = solver_samples(config, seeing_chat(), 2, 0.0, quiet_view())
+    spans = [span for sample in samples for span in sample.images]
+    assert {span.digest for span in spans} <= {*images}
+    assert len(samples) == 2 and all(sample.images and sample.processor for sample in samples)
+
+    blind = ChatFormat(byte_tokenizer(1024))
+    with pytest.raises(ConfigError, match=r"reads text alone: .*environment.observation=text"):
+        solver_samples(config, blind, 2, 0.0, quiet_view())
 
 
 def test_an_environment_without_a_solver_is_refused(quiet_view, tmp_path):

@@ -47,10 +47,11 @@ def solver_answers(parts: Components) -> Callable[[str], list[Sample]] | None:
                 parts.note(f"the solver failed on {task_id}, which has no pairs: {error}")
             return []
 
-        conversations = [] if shown is None else shown.conversations
+        if shown is None:
+            return []
         return [
-            conversation_sample(messages, parts.chat, f"{task_id} by the solver")
-            for messages in conversations
+            conversation_sample(messages, parts.chat, f"{task_id} by the solver", shown.images)
+            for messages in shown.conversations
         ]
 
     return demonstration_samples
