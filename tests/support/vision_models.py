@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from agentevo.models.vision.parts import set_processor
 from tiny_vision import tiny_vision
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from agentevo.models.vision.parts import set_processor
 from agentevo.models.vision.processor import VisionProcessor
 
 

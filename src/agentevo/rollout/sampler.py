@@ -529,7 +529,6 @@ class RemoteSampler(Sampler):
         calls = AttemptCalls(self._calls, name)
         seed = derive_seed(self._config.run.seed, name)
         remote = RemoteConversations(self.remote_models, name=name, seed=seed, calls=calls)
-        remote.images.files.update(self.task_images)
         conversation = RemotePolicyConversation(
             remote, self._model, sampling, name=name, calls=calls
         )

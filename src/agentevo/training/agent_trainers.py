@@ -17,6 +17,7 @@ from agentevo.training.learner import PreparedBatch, RolloutTrainer
 from agentevo.training.optimization import Optimization
 from agentevo.training.token_numbers import TokenNumbers
 from agentevo.types import Trajectory
+from agentevo.types.images import ImageFile
 
 SUMMED = ("trainer/", "perf/", "staleness/masked_tokens")
 """Prefixes of the metrics that are summed."""
@@ -67,6 +68,11 @@ class AgentTrainers:
         for trainer in self.trainers.values():
             trainer.begin()
 
+    def show(self, images: Mapping[str, ImageFile]) -> None:
+        """See Learner.show."""
+        for trainer in self.trainers.values():
+            trainer.show(images)
+
     def prepare(
         self,
         trajectories: Sequence[Trajectory],
@@ -91,6 +97,7 @@ class AgentTrainers:
             [PolicySamples(name, part.samples) for name, part in parts.items() if part.samples],
             self._together({name: part.metrics for name, part in parts.items()}),
             {name: reason for part in parts.values() for name, reason in part.dropped.items()},
+            [f"policy {name}: {text}" for name, part in parts.items() for text in part.warnings],
         )
 
     def step(self, samples: Sequence[PolicySamples]) -> dict[str, float]:

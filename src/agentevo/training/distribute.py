@@ -15,6 +15,7 @@ from agentevo.config import ParallelSection
 from agentevo.errors import TrainingError
 from agentevo.models.compute.rows import row_settings
 from agentevo.models.compute.sharded import check_shard, make_plain, place, shard
+from agentevo.models.vision.parts import processor_of
 from agentevo.training.collectives import Ranks
 from agentevo.training.mesh import CONTEXT, EXPERT, SHARING, TENSOR, Meshes
 from agentevo.training.sharding.context_parallel import check_context, context_parallel
@@ -32,6 +33,13 @@ from agentevo.training.workload import keep_flops
 def check_spread(model: PreTrainedModel, section: ParallelSection) -> None:
     """Raises ModelError or TrainingError for a model that `spread` can't divide so. It changes
     nothing and needs no other process."""
+    if section.above_one and processor_of(model) is not None:
+        key, size = next(iter(section.above_one.items()))
+        raise TrainingError(
+            f"trainer.parallel.{key}={size}: a model that is shown images is not divided among "
+            "processes: remove it, then every process trains a whole copy"
+        )
+
     parts = [
         key for key in ("tensor", "context", "expert", "pipeline") if getattr(section, key) > 1
     ]

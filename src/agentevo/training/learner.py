@@ -11,6 +11,7 @@ from agentevo.training.batching.credit import TurnCredits
 from agentevo.training.optimization import Optimization
 from agentevo.training.token_numbers import TokenNumbers
 from agentevo.types import Trajectory
+from agentevo.types.images import ImageFile
 
 
 @dataclass
@@ -24,6 +25,8 @@ class PreparedBatch:
     """Trajectory id -> the reason why that trajectory is not trained on after all."""
     warnings: list[str] = field(default_factory=list)
     """Messages about the step for the user."""
+    images: Mapping[str, ImageFile] = field(default_factory=dict)
+    """The files of the samples' images, by digest, unless the trainer was shown them before."""
 
 
 class Learner(Protocol):
@@ -42,6 +45,10 @@ class Learner(Protocol):
 
     def begin(self) -> None:
         """Starts training: models that start as copies of the policy take its present weights."""
+
+    def show(self, images: Mapping[str, ImageFile]) -> None:
+        """Gives the files of the images of the next calls, by digest, instead of those before.
+        Nothing if the policy reads text only."""
 
     def step(self, samples: Sequence[Any]) -> dict[str, float]:
         """Makes one update and returns its metrics. Raises TrainingError, before the weights

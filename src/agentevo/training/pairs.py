@@ -52,6 +52,7 @@ class CandidateAnswer:
         return len(self.rows) == len(candidate.rows) and all(
             np.array_equal(row.ids, other_row.ids)
             and np.array_equal(row.loss_mask, other_row.loss_mask)
+            and row.images == other_row.images
             for row, other_row in zip(self.rows, candidate.rows, strict=True)
         )
 
@@ -71,6 +72,11 @@ class Pair:
     def answers(self) -> list[CandidateAnswer]:
         """One or two."""
         return [answer for answer in (self.chosen, self.rejected) if answer is not None]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Those of its answers."""
+        return [sample for answer in self.answers for sample in answer.rows]
 
 
 def answer_of(trajectory: Trajectory) -> CandidateAnswer:
@@ -233,6 +239,7 @@ class PairData:
             for row in (row for answer in pair.answers for row in answer.rows):
                 digest.update(f"{len(row.ids)}/".encode() + row.ids.tobytes())
                 digest.update(row.loss_mask.tobytes())
+                digest.update("".join(span.digest for span in row.images).encode())
         return digest.hexdigest()
 
     def digest(self) -> str:

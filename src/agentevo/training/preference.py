@@ -25,6 +25,7 @@ from agentevo.config import AlgorithmSection, MemorySection, TrainerSection
 from agentevo.models.compute.positions import context_length
 from agentevo.models.compute.rows import shares_prefixes
 from agentevo.training.batching.credit import TurnCredits
+from agentevo.training.batching.images import ImageProvider, admit, spans_within
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import (
     backward_through_sums,
@@ -45,6 +46,7 @@ from agentevo.training.sharding.layouts import layouts_of
 from agentevo.training.token_numbers import TokenNumbers
 from agentevo.training.workload import FlopCounter
 from agentevo.types import Sample, Trajectory
+from agentevo.types.images import ImageFile
 
 METRICS = {
     "reward_chosen": "rewards/chosen",
@@ -76,6 +78,7 @@ class PreferenceTrainer:
             )
 
         self.model = model
+        self.images = ImageProvider.of(model)
         self.numbers: TokenNumbers | None = None
         """See Learner.numbers: answers are compared, not their tokens."""
         self.section = trainer
@@ -97,6 +100,11 @@ class PreferenceTrainer:
         weights."""
         if self.algorithm.needs_reference:
             self.reference = Reference(self.model, self.algorithm_section)
+
+    def show(self, images: Mapping[str, ImageFile]) -> None:
+        """See Learner.show."""
+        if self.images is not None:
+            self.images.hold(images)
 
     def prepare(
         self,
@@ -120,6 +128,7 @@ class PreferenceTrainer:
                 "of committed steps"
             )
 
+        trajectories, unseen, warnings = admit(self.images, trajectories)
         stale: dict[str, str] = {}
         ages: dict[str, float] = {}
         if version is not None:
@@ -133,7 +142,10 @@ class PreferenceTrainer:
         used = {answer.name for pair in pairs for answer in pair.answers}
         dropped = {t.id: "no-pair" for t in trajectories if t.id not in used}
         return PreparedBatch(
-            pairs, {"preference/num_pairs": float(len(pairs)), **ages}, dropped | stale
+            pairs,
+            {"preference/num_pairs": float(len(pairs)), **ages},
+            dropped | stale | unseen,
+            warnings,
         )
 
     def step(self, samples: Sequence[Pair]) -> dict[str, float]:
@@ -158,8 +170,10 @@ class PreferenceTrainer:
         section = self.section
         device = device_of(self.model)
         merge = shares_prefixes(self.model, section.prefix_merging)
-        batches = micro_batches(rows, section.micro_batch_tokens, device, merge=merge)
-        nulls = null_batches(rows, len(batches), device, merge=merge)
+        batches = micro_batches(
+            rows, section.micro_batch_tokens, device, merge=merge, images=self.images
+        )
+        nulls = null_batches(rows, len(batches), device, merge=merge, images=self.images)
 
         for indices, batch in batches:
             self.flops.count_training([rows[i] for i in indices], batch)
@@ -261,6 +275,7 @@ class PreferenceTrainer:
             device_of(self.model),
             compute,
             merge=shares_prefixes(self.model, section.prefix_merging),
+            images=self.images,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -299,23 +314,37 @@ def mismatch_answers(answers: Sequence[CandidateAnswer], context_length: int) ->
             if candidate.rows[0].group_id != group
         )
         next_answer = next(candidates, None)
-        prompt = answer.rows[0].ids[: int(answer.rows[0].loss_mask.argmax())]
+        first = answer.rows[0]
         rows = (
             []
             if next_answer is None
-            else [_after(prompt, row, answer.name, context_length) for row in next_answer.rows]
+            else [_after(first, row, answer.name, context_length) for row in next_answer.rows]
         )
         rows_of_answers.append([row for row in rows if row.num_trained])
 
     return rows_of_answers
 
 
-def _after(prompt: np.ndarray, row: Sample, name: str, context_length: int) -> Sample:
+def _after(first: Sample, row: Sample, name: str, context_length: int) -> Sample:
+    """The prompt of `first`, and everything of `row` after its own. An image is never cut: the rest
+    begins before one that does not fit."""
+    size = int(first.loss_mask.argmax())
     start = int(row.loss_mask.argmax())
-    ids = np.concatenate([prompt, row.ids[start:]])[:context_length]
-    untrained = np.zeros(len(prompt), dtype=np.bool_)
-    mask = np.concatenate([untrained, row.loss_mask[start:]])[:context_length]
-    return Sample.given(name, row.group_id, ids, mask, row.temperature)
+    ids = np.concatenate([first.ids[:size], row.ids[start:]])
+    mask = np.concatenate([np.zeros(size, dtype=np.bool_), row.loss_mask[start:]])
+    images = spans_within(first.images, 0, size)
+    later = spans_within(row.images, start, len(row.ids))
+    images += tuple(span.shifted(size) for span in later)
+    cut = [span.offset for span in images if span.end > context_length]
+    end = min([context_length, *cut])
+    sample = Sample.given(name, row.group_id, ids[:end], mask[:end], row.temperature)
+    if not images:
+        return sample
+    return msgspec.structs.replace(
+        sample,
+        images=spans_within(images, 0, end),
+        processor=first.processor or row.processor,
+    )
 
 
 def _answers(pairs: Sequence[Pair]) -> list[CandidateAnswer]:

@@ -27,6 +27,7 @@ from agentevo.models.grammar import Grammars
 from agentevo.training.algorithm_functions import bound_advantage
 from agentevo.training.batching.constrained import masks_of
 from agentevo.training.batching.credit import TurnCredits
+from agentevo.training.batching.images import ImageProvider
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import PackedStep, device_of, token_tables
 from agentevo.training.batching.samples import (
@@ -71,6 +72,7 @@ class Preparation:
         replay: RoutingReplay,
         packed: PackedStep | None = None,
         distillation: DistillationSection | None = None,
+        images: ImageProvider | None = None,
     ) -> None:
         """`packed`: the update's, which packs nothing again that this preparation has packed.
         Raises TrainingError for a replay that no pass of this preparation would record."""
@@ -80,6 +82,7 @@ class Preparation:
         self.max_tokens = max_tokens
         self.merge = merge
         self.packed = packed
+        self.images = images
         self.distillation = distillation or DistillationSection()
         algorithm = section.resolve()
         self.advantage = bind_advantage(
@@ -190,6 +193,7 @@ class Preparation:
             merge=self.merge,
             packed=self.packed,
             listen=self.replay.heard,
+            images=self.images,
         )
         if roles.process_reward is None:
             return tables, {}
@@ -205,6 +209,7 @@ class Preparation:
             lambda batch: {"phi": token_logprobs(process.model, batch)[0]},
             merge=self.merge,
             packed=self.packed,
+            images=self.images,
         )
         tables["process_rewards"] = process.section.beta * (learnt["phi"] - reference)
         return tables, metrics

@@ -21,6 +21,7 @@ from agentevo.models.chat.chat_format import NO_IMAGES, ChatFormat
 from agentevo.models.compute.adapters import dropping_out
 from agentevo.models.compute.rows import shares_prefixes
 from agentevo.runtime.seeds import derive_seed
+from agentevo.training.batching.images import ImageProvider
 from agentevo.training.batching.passes import (
     device_of,
     micro_batches,
@@ -89,6 +90,7 @@ class SupervisedTrainer:
         """`dropout_seed`: each step draws the adapters' dropout from it and from its own number;
         None leaves dropout to the caller."""
         self.model = model
+        self.images = ImageProvider.of(model)
         self.section = section
         self.total_steps = total_steps
         self.flops = FlopCounter(model)
@@ -116,6 +118,11 @@ class SupervisedTrainer:
     def begin(self) -> None:
         """Does nothing, because there is no model other than the policy."""
 
+    def show(self, images: Mapping[str, ImageFile]) -> None:
+        """See Learner.show."""
+        if self.images is not None:
+            self.images.hold(images)
+
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One optimizer step on the mean loss per trained token. Raises TrainingError, and changes
         no weight, if a number is not finite."""
@@ -133,8 +140,10 @@ class SupervisedTrainer:
         sums = {"sft/loss": 0.0, "trainer/logical_tokens": 0.0, "trainer/distinct_tokens": 0.0}
         merge = shares_prefixes(self.model, section.prefix_merging)
         device = device_of(self.model)
-        batches = micro_batches(samples, section.micro_batch_tokens, device, merge=merge)
-        nulls = null_batches(samples, len(batches), device, merge=merge)
+        batches = micro_batches(
+            samples, section.micro_batch_tokens, device, merge=merge, images=self.images
+        )
+        nulls = null_batches(samples, len(batches), device, merge=merge, images=self.images)
 
         for indices, batch in batches:
             self.flops.count_training([samples[i] for i in indices], batch)
@@ -160,7 +169,9 @@ class SupervisedTrainer:
         self, samples: Sequence[Sample], *, stop: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
         """See `held_out_metrics`."""
-        return held_out_metrics(self.model, samples, self.section.micro_batch_tokens, stop=stop)
+        return held_out_metrics(
+            self.model, samples, self.section.micro_batch_tokens, stop=stop, images=self.images
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs in addition to the model's weights."""
@@ -219,14 +230,15 @@ def held_out_metrics(
     micro_batch_tokens: int,
     *,
     stop: Callable[[], bool] = lambda: False,
+    images: ImageProvider | None = None,
 ) -> dict[str, float] | None:
     """Mean loss per trained token in nats, its exponential, and the share of trained tokens that
     are the model's first choice. None if `stop()` was true, on any process, before a micro-batch.
     All processes call it."""
     sums = {"loss": 0.0, "right": 0.0, "count": 0.0}
     device = device_of(model)
-    batches = micro_batches(samples, micro_batch_tokens, device)
-    nulls = null_batches(samples, len(batches), device)
+    batches = micro_batches(samples, micro_batch_tokens, device, images=images)
+    nulls = null_batches(samples, len(batches), device, images=images)
     for place in range(max(gather(len(batches)))):
         if anywhere(stop()):
             return None

@@ -29,6 +29,7 @@ from agentevo.models.compute.rows import shares_prefixes
 from agentevo.models.grammar import Grammars
 from agentevo.runtime.progress import ProgressBar, bar
 from agentevo.training.batching.credit import TurnCredits
+from agentevo.training.batching.images import ImageProvider, admit
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import (
     PackedStep,
@@ -54,6 +55,7 @@ from agentevo.training.sharding.layouts import layouts_of
 from agentevo.training.token_numbers import TokenNumbers
 from agentevo.training.workload import FlopCounter
 from agentevo.types import Sample, Trajectory
+from agentevo.types.images import ImageFile
 
 
 class Trainer:
@@ -84,6 +86,7 @@ class Trainer:
         self.objective = MinibatchLoss(algorithm)
         self.replay = RoutingReplay(trainer.routing_replay, model)
         self.packed = PackedStep()
+        self.images = ImageProvider.of(model)
         self.preparation = Preparation(
             algorithm,
             trainer.micro_batch_tokens,
@@ -92,6 +95,7 @@ class Trainer:
             replay=self.replay,
             packed=self.packed,
             distillation=distillation,
+            images=self.images,
         )
         self.memory = memory or MemorySection()
         self.optimization = Optimization(
@@ -129,8 +133,13 @@ class Trainer:
 
         if "process_rewards" in needs:
             self.roles.process_reward = ImplicitProcessReward(
-                self.model, self.process_section, self.section, self.memory
+                self.model, self.process_section, self.section, self.memory, images=self.images
             )
+
+    def show(self, images: Mapping[str, ImageFile]) -> None:
+        """See Learner.show."""
+        if self.images is not None:
+            self.images.hold(images)
 
     def prepare(
         self,
@@ -148,7 +157,7 @@ class Trainer:
         With `version`, the number of committed steps, tokens more than `bound` versions away from
         it are not trained on, and the metrics contain the ages of all tokens (see `mask_stale`). A
         trajectory without trained tokens still counts in its group's baseline, so it is not in
-        `dropped`.
+        `dropped`. One whose images can't be shown to the model as it saw them is.
         """
         if version is None and bound is not None:
             raise ValueError(
@@ -156,8 +165,9 @@ class Trainer:
                 "of committed steps"
             )
 
+        admitted, dropped, warnings = admit(self.images, trajectories)
         prepared = self.preparation(
-            trajectories,
+            admitted,
             self.roles,
             kl_coef=self.kl.coef,
             baselines=baselines,
@@ -168,6 +178,8 @@ class Trainer:
             prepared.metrics["actor/kl_coef"] = self.kl.coef
             self.kl.update(prepared.metrics["actor/reward_kl"], len(prepared.samples))
 
+        prepared.dropped |= dropped
+        prepared.warnings += warnings
         if version is not None:
             prepared.samples, ages = mask_stale(
                 prepared.samples, trainer_version=version, bound=bound
@@ -212,9 +224,14 @@ class Trainer:
         device = device_of(self.model)
         merge = shares_prefixes(self.model, self.section.prefix_merging)
         batches = micro_batches(
-            samples, self.section.micro_batch_tokens, device, merge=merge, packed=self.packed
+            samples,
+            self.section.micro_batch_tokens,
+            device,
+            merge=merge,
+            packed=self.packed,
+            images=self.images,
         )
-        nulls = null_batches(samples, len(batches), device, merge=merge)
+        nulls = null_batches(samples, len(batches), device, merge=merge, images=self.images)
         update_batches = [(indices, self.replay.in_update(batch)) for indices, batch in batches]
         critic = self.roles.critic
         metrics = {}

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from agentevo.errors import ImageError
-from agentevo.types import QUERY_MESSAGES, ImagePart, Message, Task, Trajectory
+from agentevo.types import QUERY_MESSAGES, ImagePart, Message, Sample, Task, Trajectory
 from agentevo.types.image_span import ImageSpan
 
 
@@ -70,6 +70,15 @@ def images_of_trajectory(trajectory: Trajectory) -> dict[str, ImagePart]:
     for part in chain(images_of_messages(chain.from_iterable(messages)), in_prompts):
         named.setdefault(part.sha256, part)
     return named
+
+
+def images_of_samples(
+    samples: Iterable[Sample], images: Mapping[str, ImageFile]
+) -> dict[str, ImageFile]:
+    """Those of the images that the samples show, by digest. Raises ImageError for one that is
+    missing."""
+    named = dict.fromkeys(span.digest for sample in samples for span in sample.images)
+    return {digest: file_of(digest, images) for digest in named}
 
 
 def images_of_task(task: Task) -> list[str]:

@@ -8,6 +8,7 @@ import re
 import threading
 from contextlib import closing
 from hashlib import sha256
+from types import SimpleNamespace
 
 import numpy as np
 import openai
@@ -25,13 +26,14 @@ from pictures import (
 )
 from PIL import Image
 from remote_server import RemoteServer, chat, gives
+from seeing_chats import SeeingEngine, seeing_chat
 
 from agentevo.agents.gateway import images as gateway_images
 from agentevo.agents.gateway import memory
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.data import images as data_images
 from agentevo.inference.remote_models import RemoteModels
-from agentevo.types import ImagePart
+from agentevo.types import ImagePart, Message, TextPart
 
 TEMPLATE = HERMES
 PNG = file_of(picture())
@@ -346,3 +348,75 @@ def test_images_count_against_the_memory_of_responses(gateway_of, monkeypatch):
 
     answer, *_ = talked(gateway_of, talk)
     assert answer.status_code == 404, "it was larger than all that is kept"
+
+
+class TestTheSameTokens:
+    """A client's turns have the tokens and images of the native run, by every API."""
+
+    TEXT = "What is this?"
+
+    @pytest.fixture
+    def loaded(self):
+        return SimpleNamespace(tokenizer=seeing_chat().tokenizer)
+
+    @pytest.fixture
+    def chat(self):
+        return seeing_chat()
+
+    def _turns(self, gateway_of, chat, ask):
+        async def work():
+            async with gateway_of(SeeingEngine(chat)) as opened:
+                policy = opened.policy(context_length=4000)
+                await ask(opened, policy)
+                return policy.turns, list(policy.images)
+
+        return asyncio.run(work())
+
+    @pytest.mark.parametrize("path", FORMS)
+    def test_of_a_conversation(self, gateway_of, chat, path):
+        kind = "input_text" if path == "/responses" else "text"
+        first, second = (in_form(path, data) for data in (PNG, SMALL))
+        key = "input" if path == "/responses" else "messages"
+        for body in (first, second):
+            (user,) = body[key]
+            user["content"] = [{"type": kind, "text": self.TEXT}, *user["content"]]
+
+        async def by_client(opened, policy):
+            history = list(first[key])
+            answer = await opened.post(policy, {**first, "model": "tiny"}, path)
+            assert answer.status_code == 200, answer.text
+            told = answer.json()
+            if path == CHAT:
+                history.append(told["choices"][0]["message"])
+            elif path == "/messages":
+                history.append({"role": "assistant", "content": told["content"]})
+            else:
+                history += told["output"]
+
+            body = {**second, "model": "tiny", key: [*history, *second[key]]}
+            answer = await opened.post(policy, body, path)
+            assert answer.status_code == 200, answer.text
+
+        async def natively(opened, policy):
+            messages = []
+            for data in (PNG, SMALL):
+                content = (TextPart(self.TEXT), policy.add_image(data))
+                messages.append(Message("user", content))
+                messages.append((await policy.generate(messages)).message)
+
+        turns, images = self._turns(gateway_of, chat, by_client)
+        own, own_images = self._turns(gateway_of, chat, natively)
+        assert [turn.parent for turn in turns] == [None, 0] and images == own_images
+        for turn, other in zip(turns, own, strict=True):
+            assert turn.prompt_ids == other.prompt_ids
+            assert turn.images == other.images and len(turn.images) == 1
+            assert (turn.processor, turn.messages) == (other.processor, other.messages)
+
+    def test_counted_before_they_are_asked(self, gateway_of, chat):
+        async def ask(opened, policy):
+            body = {**in_form("/messages", PNG), "model": "tiny"}
+            counted = await opened.post(policy, body, "/messages/count_tokens")
+            await opened.post(policy, body, "/messages")
+            assert counted.json()["input_tokens"] == len(policy.turns[0].prompt_ids)
+
+        self._turns(gateway_of, chat, ask)

@@ -179,7 +179,7 @@ def test_an_answer_of_a_pair_is_bounded_alike(tmp_path, key):
         config = build_config(tree, [f"data.pairs={path}", *overrides])
         model = SimpleNamespace(config=LlamaConfig(max_position_embeddings=TAKES_MILLIONS))
         chat = ChatFormat(tokenizer_with(HERMES))
-        return given_pairs(SimpleNamespace(config=config, chat=chat, model=model))
+        return given_pairs(SimpleNamespace(config=config, chat=chat, model=model))[0]
 
     words = rf"pairs\.jsonl:1: prompt and {key} have 140\d+ tokens, .* 131072 \(data\.max_tokens"
     with pytest.raises(ConfigError, match=words):

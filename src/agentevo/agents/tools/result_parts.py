@@ -57,7 +57,7 @@ def read_or_tell(source: Any, describe: Callable[[], str]) -> str | ImageFile:
 
 def has_image(returned: Any) -> bool:
     """Whether what a Python function returned may have an image that was not read."""
-    values = returned if isinstance(returned, list | tuple) else [returned]
+    values: Sequence[Any] = returned if isinstance(returned, list | tuple) else [returned]
     if isinstance(returned, ToolResult):
         values = returned.parts
     return any(is_pillow(value) or is_image_part(value) for value in values)

@@ -15,7 +15,7 @@ import contextvars
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 from agentevo.agents.policy import AttemptSession, Policy
@@ -34,8 +34,10 @@ from agentevo.api.loop.records import (
 from agentevo.errors import BadRequestError, EngineUnavailableError
 from agentevo.inference.conversations.conversation import Conversation
 from agentevo.inference.remote_models import RemoteConversations
+from agentevo.runtime.event_loop import in_thread
 from agentevo.store.call_log import RunningCall
 from agentevo.types import RemoteTurn, Trajectory, Turn, group_of_agent
+from agentevo.types.images import ImageFile, images_of_messages
 
 T = TypeVar("T")
 
@@ -122,13 +124,15 @@ class Attempts:
         *,
         limit: int,
         timeout_s: float,
+        put_images: Callable[[list[ImageFile]], Awaitable[None]],
     ) -> None:
         """`make_policy(attempt, name)`; at most `limit` attempts at once; `timeout_s` is the time
-        limit of an attempt."""
+        limit of an attempt. `put_images` stores the images that an attempt has shown."""
         self._make_policy = make_policy
         self._sealer = sealer
         self._limit = limit
         self._timeout_s = timeout_s
+        self._put_images = put_images
         self._slots = asyncio.Semaphore(limit)
         self._open: dict[str, _AttemptUnderWay] = {}
         self._handles: dict[str, str] = {}
@@ -180,7 +184,9 @@ class Attempts:
             keys = {agent: attempt.session(agent).key for agent in dict.fromkeys(["", *names])}
 
         handle = secrets.token_urlsafe(24)
-        attempt.opened = OpenedService(handle=handle, names=names, keys=keys)
+        attempt.opened = OpenedService(
+            handle=handle, names=names, keys=keys, sees_images=policy.sees_images
+        )
         self._open[handle] = attempt
         self._handles[new.id] = handle
 
@@ -213,6 +219,15 @@ class Attempts:
         prompt: Any = ask.messages if ask.ids is None else ask.ids
         if not prompt:
             raise BadRequestError("messages is empty: give the whole history")
+
+        for number, image in enumerate(ask.images, start=1):
+            where = f"image {number} of the call"
+            part = await in_thread(conversation.images.read, image.data, where)
+            if part != image.part:
+                raise BadRequestError(
+                    f"{where} has the SHA-256 {part.sha256} and the type {part.media_type}, and "
+                    f"was sent as {image.part.sha256} ({image.part.media_type})"
+                )
 
         turns = await conversation.complete(
             prompt, tools=ask.tools, overrides=ask.overrides, form=ask.form, n=ask.n
@@ -259,12 +274,16 @@ class Attempts:
         for call in attempt.calls:
             call.end("completed", None)
 
-        return EndedAttempts(
-            agents={
-                agent: self._record(attempt.new, agent, conversation)
-                for agent, conversation in attempt.policy.conversations.items()
-            }
-        )
+        agents = {
+            agent: self._record(attempt.new, agent, conversation)
+            for agent, conversation in attempt.policy.conversations.items()
+        }
+        turns = [turn for agent in agents.values() for turn in agent.turns]
+        named = {part.sha256 for turn in turns for part in images_of_messages(turn.messages)}
+        if named:
+            images = attempt.policy.images
+            await self._put_images([images[name] for name in sorted(named)])
+        return EndedAttempts(agents=agents)
 
     def _record(self, new: NewAttempt, agent: str, conversation: Conversation) -> EndedAgent:
         turns: list[Turn] = conversation.turns_to_record({})

@@ -11,11 +11,13 @@ import msgspec
 
 from agentevo.agents.policy import AttemptSession, Policy
 from agentevo.api.loop import records
+from agentevo.data.message_images import ImageCollector
 from agentevo.errors import EngineError, EngineUnavailableError
 from agentevo.inference.remote_models import RemoteConversations
 from agentevo.models.chat.answer_form import AnswerForm
 from agentevo.store.call_log import AttemptCalls
 from agentevo.types import Message, SamplingOverrides, Turn
+from agentevo.types.images import ImageFile, file_of, images_of_messages
 
 
 class RemoteAttempt:
@@ -29,6 +31,9 @@ class RemoteAttempt:
         self.sessions: list[AttemptSession] = []
         """The sessions of its own clients. Their posted rewards are known once it is settled."""
         self.ended: records.EndedAttempts | None = None
+        self.images = ImageCollector()
+        self.sent_images: set[str] = set()
+        """Digests of the images that the run has."""
         self.conversations = {name: LoopConversation(self, name) for name in opened.names}
 
     async def settle(self) -> None:
@@ -52,6 +57,8 @@ class LoopConversation:
     def __init__(self, attempt: RemoteAttempt, agent: str) -> None:
         self.attempt = attempt
         self.agent = agent
+        self.images = attempt.images
+        """See Conversation."""
         self.calls = AttemptCalls(None, self.name)
         self.broken: BaseException | None = None
         self.slept_s = 0.0
@@ -83,6 +90,7 @@ class LoopConversation:
         n: int = 1,
     ) -> list[Turn]:
         is_ids = bool(prompt) and isinstance(prompt[0], int)
+        images = {} if is_ids else self._unsent(cast("Sequence[Message]", prompt))
         ask = records.ServiceRequest(
             id=uuid.uuid4().hex,
             agent=self.agent,
@@ -92,6 +100,7 @@ class LoopConversation:
             overrides=overrides,
             form=form,
             n=n,
+            images=list(images.values()),
         )
         try:
             answers = await self.attempt.connection.generate(self.attempt.opened, ask)
@@ -99,12 +108,23 @@ class LoopConversation:
             self.broken = self.broken or error
             raise
 
+        self.attempt.sent_images |= images.keys()
         self.slept_s = answers.slept_s
         self.take(answers.turns)
         for turn, opening in zip(answers.turns, answers.openings, strict=True):
             self._openings[turn.index] = opening
 
         return answers.turns
+
+    def _unsent(self, messages: Sequence[Message]) -> dict[str, ImageFile]:
+        """The images of the messages that the run does not have yet. Raises ImageError for one that
+        is missing."""
+        named = dict.fromkeys(part.sha256 for part in images_of_messages(messages))
+        return {
+            name: file_of(name, self.images.files)
+            for name in named
+            if name not in self.attempt.sent_images
+        }
 
     def take(self, turns: Sequence[Turn]) -> None:
         """These turns are recorded."""
@@ -189,6 +209,11 @@ class RemotePolicy(Policy):
             attempt.connection.remote_agents,
         )
         self._attempt = attempt
+
+    @property
+    def sees_images(self) -> bool:
+        """See Policy."""
+        return self._attempt.opened.sees_images
 
     async def settle(self) -> None:
         if self._attempt.sessions:

@@ -12,6 +12,7 @@ from agentevo.errors import ConfigError
 from agentevo.rewards.returned_values import plain_number
 from agentevo.rollout.sampler import BASELINE
 from agentevo.types import Task, Trajectory
+from agentevo.types.images import ImageFile
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """The greedy attempt that the algorithm compares the others with, if it needs one (remax)."""
     seals: dict[str, str]
     """Trajectory id -> the proof that the engine sampled its tokens. Training requires a proof."""
+    images: list[ImageFile] = []
+    """The images that the task names. The run has those that the attempts have shown."""
 
     @property
     def rewards(self) -> list[float]:

@@ -38,6 +38,7 @@ class _OnTheRunsLoop:
         self._service = service
         self._own = conversations
         self.models = conversations.models
+        self.images = conversations.images
 
     @property
     def turns(self) -> list[RemoteTurn]:

@@ -23,6 +23,7 @@ from agentevo.errors import AgentEvoError, EngineUnavailableError
 from agentevo.inference.remote_models import RemoteConversations
 from agentevo.models.chat.answer_form import AnswerForm
 from agentevo.types import Message, SamplingOverrides, Turn
+from agentevo.types.images import ImageFile
 
 
 class SealError(AgentEvoError):
@@ -83,6 +84,8 @@ class OpenedService(msgspec.Struct, frozen=True, kw_only=True):
     keys: dict[str, str] = {}
     """Agent -> its key at the gateway, where its own clients have one from the start; the key
     without a name is valid for all of several agents."""
+    sees_images: bool = False
+    """Whether the model reads images."""
 
 
 class ServiceRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +103,8 @@ class ServiceRequest(msgspec.Struct, frozen=True, kw_only=True):
     form: AnswerForm | None = None
     """The required form of the answer."""
     n: int = 1
+    images: list[ImageFile] = []
+    """Images that the messages name and that no earlier call of the attempt has sent."""
 
 
 class Answers(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ from agentevo.api.loop.records import NewAttempt
 from agentevo.config.agents import is_async
 from agentevo.config.tasks import TaskFields
 from agentevo.data import RowError
+from agentevo.data.message_images import ImageCollector
 from agentevo.errors import AttemptsFailedError, ConfigError, EngineError
 from agentevo.rollout.failures import FirstFailures, summarize_failures
 from agentevo.rollout.given_tasks import task_of
@@ -62,7 +63,8 @@ class Rollout:
     ) -> Group:
         """Several attempts at a task: `size` of them, or `trainer.group_size`. With `greedy` each
         token is the likeliest one: for evaluation, with a size of 1, and never trained on."""
-        given_task = task if isinstance(task, Task) else _task_of(task)
+        images = ImageCollector()
+        given_task = task if isinstance(task, Task) else _task_of(task, images)
         size = (1 if greedy else model.state.group_size) if size is None else size
         if size < 1:
             raise ConfigError(f"size is {size}: a group has at least one attempt")
@@ -73,8 +75,8 @@ class Rollout:
             [] if greedy or not model.state.has_baseline else [baseline_name(name, given_task.id)]
         )
         attempts = await gather_all(
-            [self._made(model, given_task, name, number, greedy) for number in range(size)]
-            + [self._made(model, given_task, baseline, 0, True) for baseline in baselines]
+            [self._made(model, given_task, images, name, number, greedy) for number in range(size)]
+            + [self._made(model, given_task, images, baseline, 0, True) for baseline in baselines]
         )
         members = attempts[:size]
         greedy_ones = attempts[size:]
@@ -85,6 +87,7 @@ class Rollout:
             trajectories=await self._score(model, given_task, members),
             baseline=next(iter(await self._score(model, given_task, greedy_ones)), None),
             seals={name: seal for attempt in attempts for name, seal in attempt.seals.items()},
+            images=list(images.files.values()),
         )
 
     def _scoring(self, model: TrainableModel) -> Scoring:
@@ -110,14 +113,20 @@ class Rollout:
         return scored
 
     async def _made(
-        self, model: TrainableModel, task: Task, group: str, number: int, greedy: bool
+        self,
+        model: TrainableModel,
+        task: Task,
+        images: ImageCollector,
+        group: str,
+        number: int,
+        greedy: bool,
     ) -> _MadeAttempt:
         """Makes one attempt, and repeats it if the engine fails."""
         failures = 0
         while True:
             async with model.slot():
                 try:
-                    return await self._attempt(model, task, group, number, greedy)
+                    return await self._attempt(model, task, images, group, number, greedy)
                 except InfrastructureFailure as error:
                     failures += 1
                     if failures == RETRIES.max_failures:
@@ -126,11 +135,20 @@ class Rollout:
             await asyncio.sleep(RETRIES.delay_s(failures))
 
     async def _attempt(
-        self, model: TrainableModel, task: Task, group: str, number: int, greedy: bool
+        self,
+        model: TrainableModel,
+        task: Task,
+        images: ImageCollector,
+        group: str,
+        number: int,
+        greedy: bool,
     ) -> _MadeAttempt:
         new = NewAttempt(task_id=task.id, group_id=group, number=number, greedy=greedy)
         opened = await model.connection.open(new)
         under_way = RemoteAttempt(model.connection, opened)
+        for image in images.files.values():
+            under_way.images.add(image)
+
         attempt = GroupAttempt(
             self._agent,
             copy_of_task(task),
@@ -183,8 +201,9 @@ async def gather(groups: Iterable[Coroutine[Any, Any, Group]]) -> list[Group]:
     return finished
 
 
-def _task_of(row: Mapping[str, Any]) -> Task:
+def _task_of(row: Mapping[str, Any], images: ImageCollector) -> Task:
+    """The task of a row, whose images are added to `images`."""
     try:
-        return task_of(dict(row), TaskFields())
+        return task_of(dict(row), TaskFields(), images=images)
     except RowError as error:
         raise ConfigError(f"group: the task: {error}") from error

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +44,7 @@ from agentevo.models import checkpoint_manifest as manifest
 from agentevo.models.chat.template_rendering import untrusted_templates
 from agentevo.models.compute.positions import context_length
 from agentevo.observability import LiveView
+from agentevo.rollout.attempt_images import put_images
 from agentevo.rollout.failures import summarize_failures
 from agentevo.rollout.sampler import Sampler, group_name
 from agentevo.runs.folder.chain import is_given_up
@@ -248,6 +250,7 @@ class LoopService:
             self._sealer,
             limit=config.rollout.max_attempts,
             timeout_s=config.agent.timeout_s,
+            put_images=partial(put_images, parts.store),
         )
 
         for record in await parts.store.steps():
@@ -317,6 +320,9 @@ class LoopService:
                         f"train: trainer.steps={steps} is reached: open the model with more"
                     )
 
+                await put_images(
+                    self._parts.store, [image for group in groups for image in group.images]
+                )
                 self._submissions.submit(Submission(name, tasks, trajectories))
                 break
 

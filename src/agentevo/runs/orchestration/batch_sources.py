@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from agentevo.config import RunConfig
@@ -25,6 +27,7 @@ from agentevo.training.batching.step_plan import StepPlan
 from agentevo.training.learner import PreparedBatch, RolloutTrainer
 from agentevo.training.pairs import Pair, PairData
 from agentevo.types import Trajectory
+from agentevo.types.images import ImageFile, images_of_samples
 
 
 class BatchSource(ABC):
@@ -113,7 +116,20 @@ class RolloutBatches(BatchSource):
         if stage != self._stage:
             self._stage = stage
             self._note(f"step {step} is of the stage {stage}")
-        return await self.collector.collect(step)
+        collected = await self.collector.collect(step)
+        return replace(collected, images=await self._files_of(collected.trainable))
+
+    async def _files_of(self, trajectories: Sequence[Trajectory]) -> dict[str, ImageFile]:
+        """Digest -> file of the images in the prompts."""
+        spans = (span for t in trajectories for turn in t.turns for span in turn.images)
+        return {
+            digest: await with_retries(
+                partial(self._store.image, digest),
+                within_s=STORE_RETRY_S,
+                what="reading the images of a step's attempts",
+            )
+            for digest in dict.fromkeys(span.digest for span in spans)
+        }
 
     def prepare(self, collected: Collected, step: int) -> PreparedBatch:
         """Advantages, or pairs, of the attempts that were kept. No attempt is older than
@@ -122,6 +138,8 @@ class RolloutBatches(BatchSource):
             return PreparedBatch([], dropped={t.id: ONLY_SAMPLED for t in collected.trainable})
 
         credited = self._ask_credit(collected.trainable)
+        if collected.images:
+            self._trainer.show(collected.images)
         batch = self._trainer.prepare(
             [t for t in collected.trainable if t.id not in credited.dropped],
             collected.baselines,
@@ -156,6 +174,8 @@ class RolloutBatches(BatchSource):
             )
             raise TrainingError("\n".join([problem, *credited.warnings]))
 
+        if images := await self._files_of(trained):
+            self._trainer.show(images)
         return self._trainer.prepare(
             trained,
             plan.baselines,
@@ -178,7 +198,14 @@ class GivenPairs(BatchSource):
     at a round's end wait for the next one: no step has a group twice.
     """
 
-    def __init__(self, config: RunConfig, groups: Sequence[Sequence[Pair]]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        groups: Sequence[Sequence[Pair]],
+        images: Mapping[str, ImageFile],
+    ) -> None:
+        """`images`: those of the answers, by digest."""
+        self._images = images
         self.num_steps = config.trainer.steps
         self._data = PairData(groups, config.trainer.groups_per_step, config.run.seed)
 
@@ -189,7 +216,12 @@ class GivenPairs(BatchSource):
     def prepare(self, collected: Collected, step: int) -> PreparedBatch:
         """The pairs are trained on as they are."""
         pairs = collected.data_items
-        return PreparedBatch(pairs, {"preference/num_pairs": float(len(pairs))})
+        samples = [sample for pair in pairs for sample in pair.samples]
+        return PreparedBatch(
+            pairs,
+            {"preference/num_pairs": float(len(pairs))},
+            images=images_of_samples(samples, self._images),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"digest": self._data.digest()}

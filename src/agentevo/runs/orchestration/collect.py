@@ -30,6 +30,7 @@ from agentevo.store.store import Store
 from agentevo.training.batching.selection import rewards_by_group, select, usable
 from agentevo.training.batching.shaping import shape_by_length
 from agentevo.types import Task, Trajectory
+from agentevo.types.images import ImageFile
 
 NOT_TRAINED = "not-trained"
 """Drop reason of the attempts of an agent that is not trained."""
@@ -55,6 +56,8 @@ class Collected:
     baselines: dict[str, float] = field(default_factory=dict)
     """Task id -> final reward of the greedy attempt; empty unless the advantage needs it."""
     metrics: dict[str, float] = field(default_factory=dict)
+    images: dict[str, ImageFile] = field(default_factory=dict)
+    """The files of the images in the prompts of `trainable`, by digest."""
 
 
 @dataclass

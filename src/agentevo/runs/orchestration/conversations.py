@@ -29,7 +29,7 @@ from agentevo.runs.orchestration.batch_sources import BatchSource
 from agentevo.runs.orchestration.cold_start import solver_samples
 from agentevo.runs.orchestration.collect import Collected
 from agentevo.runs.orchestration.players import check_solver
-from agentevo.runs.orchestration.preference_data import check_tokenizer
+from agentevo.runs.orchestration.preference_data import check_tokenizer, stored_images
 from agentevo.runs.orchestration.rollout_sources import StopAskedError
 from agentevo.runtime.seeds import derive_seed
 from agentevo.training.assistant_tokens import AssistantTokens, TokenRow
@@ -37,7 +37,7 @@ from agentevo.training.learner import PreparedBatch
 from agentevo.training.pairs import answer_of
 from agentevo.training.supervised import plan_batches
 from agentevo.types import Sample, Trajectory
-from agentevo.types.images import ImageFile
+from agentevo.types.images import ImageFile, images_of_samples
 
 HELD_OUT = "sft/eval/"
 """Prefix of the metrics on held-out conversations."""
@@ -99,6 +99,8 @@ class ConversationBatches(BatchSource):
         self._data = data
         self.measure: Callable[..., dict[str, float] | None] | None = None
         """SupervisedTrainer.held_out of the trainer that trains on the conversations."""
+        self.show: Callable[[Mapping[str, ImageFile]], None] = lambda images: None
+        """SupervisedTrainer.show of that trainer."""
         seed = derive_seed(config.run.seed, "sft-order")
         self._batches = plan_batches(data.sizes(), config.sft, seed)
         self.num_steps = len(self._batches)
@@ -113,7 +115,8 @@ class ConversationBatches(BatchSource):
 
     def prepare(self, collected: Collected, step: int) -> PreparedBatch:
         """The conversations are trained on as they are."""
-        return PreparedBatch(collected.data_items)
+        samples = collected.data_items
+        return PreparedBatch(samples, images=images_of_samples(samples, self._data.images))
 
     def evaluate(self, stop: Callable[[], bool]) -> dict[str, float]:
         """Loss, perplexity and token accuracy on the held-out conversations, if there are any.
@@ -121,6 +124,8 @@ class ConversationBatches(BatchSource):
         if not self._held_out:
             return {}
         assert self.measure is not None
+        if images := images_of_samples(self._held_out, self._data.images):
+            self.show(images)
         metrics = self.measure(self._held_out, stop=stop)
         if metrics is None:
             raise StopAskedError("stopped while evaluating")
@@ -267,9 +272,9 @@ def load_sft_data(
         conversations.train |= _fitting(samples, "demonstrations", limit, conversations.reports)
 
     if section.best_of is not None:
-        conversations.train |= _fitting(
-            *_best_attempts(config, section.best_of, tokenizer), limit, conversations.reports
-        )
+        samples, report, shown = _best_attempts(config, section.best_of, tokenizer)
+        conversations.train |= _fitting(samples, report, limit, conversations.reports)
+        conversations.images |= shown
 
     if section.eval:
         conversations.held_out |= _from_files(
@@ -356,9 +361,9 @@ def _fitting(
 
 def _best_attempts(
     config: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[Sample], RowReport]:
+) -> tuple[list[Sample], RowReport, dict[str, ImageFile]]:
     """Rejection sampling: the samples of the best stored training attempts, at most `per_task` for
-    each task, and an account of all attempts."""
+    each task, an account of all attempts, and the images of the samples."""
     check_tokenizer(folder, tokenizer, "data.best_of", config.model.name)
 
     async def read(store: Any) -> list[Trajectory]:
@@ -367,7 +372,9 @@ def _best_attempts(
         ]
 
     attempts = [t for t in read_store(folder, read) if t.num_completion_tokens()]
-    return best_attempts(attempts, config.data.min_reward, config.data.per_task, str(folder))
+    data = config.data
+    samples, report = best_attempts(attempts, data.min_reward, data.per_task, str(folder))
+    return samples, report, stored_images(folder, samples)
 
 
 def best_attempts(

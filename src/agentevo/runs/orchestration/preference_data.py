@@ -3,7 +3,7 @@ solver, a file, or another run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from agentevo.rollout.tasks import seed_of_task
 from agentevo.runs.folder.run_folder import check_run_folder, read_store
 from agentevo.runs.orchestration.components import Components
 from agentevo.runs.orchestration.players import check_solver, solo_environment
+from agentevo.store.store import Store
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.pair_file import pairs_of_lines, read_pair_file
 from agentevo.training.pairs import Pair, make_pairs
 from agentevo.training.supervised import conversation_sample
 from agentevo.types import Sample, Trajectory
+from agentevo.types.images import ImageFile
 
 
 def solver_answers(parts: Components) -> Callable[[str], list[Sample]] | None:
@@ -57,21 +59,18 @@ def solver_answers(parts: Components) -> Callable[[str], list[Sample]] | None:
     return demonstration_samples
 
 
-def given_pairs(parts: Components) -> list[list[Pair]] | None:
-    """The recipe's own pairs, by line or by group; None if it has none. Raises ConfigError for
-    pairs that can't be read."""
+def given_pairs(parts: Components) -> tuple[list[list[Pair]], Mapping[str, ImageFile]] | None:
+    """The recipe's own pairs, by line or by group, and their images by digest; None if it has none.
+    Raises ConfigError for pairs that can't be read."""
     algorithm = parts.config.algorithm.preference()
     if algorithm is None:
         return None
 
     data = parts.config.data
     if data.pairs is not None:
-        return pairs_of_lines(
-            read_pair_file(data.pairs, algorithm.loss),
-            parts.chat,
-            algorithm.loss,
-            row_limit(context_length(parts.model.config), data.max_tokens),
-        )
+        lines = read_pair_file(data.pairs, algorithm.loss)
+        limit = row_limit(context_length(parts.model.config), data.max_tokens)
+        return pairs_of_lines(lines, parts.chat, algorithm.loss, limit), lines[0].images
 
     if data.pairs_from is None:
         return None
@@ -96,7 +95,18 @@ def given_pairs(parts: Components) -> list[list[Pair]] | None:
             "give a run whose groups have different rewards, or lower algorithm.pair_margin"
         )
 
-    return list(groups.values())
+    samples = [s for pairs in groups.values() for pair in pairs for s in pair.samples]
+    return list(groups.values()), stored_images(folder, samples)
+
+
+def stored_images(folder: Path, samples: Sequence[Sample]) -> dict[str, ImageFile]:
+    """The images of these samples, by digest, from the store of the run in the folder."""
+    named = sorted({span.digest for sample in samples for span in sample.images})
+
+    async def read(store: Store) -> dict[str, ImageFile]:
+        return {digest: await store.image(digest) for digest in named}
+
+    return read_store(folder, read) if named else {}
 
 
 def check_preference(config: RunConfig) -> None:

@@ -17,6 +17,7 @@ from agentevo.training.preference import PreferenceTrainer
 from agentevo.training.supervised import SupervisedTrainer
 from agentevo.training.trainer import Trainer
 from agentevo.types import Sample, Trajectory
+from agentevo.types.images import ImageFile
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,18 @@ class BeginTraining:
     def apply(self, trainer: Learner) -> None:
         """Makes the call on this process."""
         trainer.begin()
+
+
+@dataclass(frozen=True)
+class ShowImages:
+    """See Learner.show."""
+
+    name: TrainerName
+    images: Mapping[str, ImageFile]
+
+    def apply(self, trainer: Learner) -> None:
+        """Makes the call on this process."""
+        trainer.show(self.images)
 
 
 @dataclass(frozen=True)
@@ -134,7 +147,7 @@ class ContributeState:
     copied: bool
 
 
-TrainerCall: TypeAlias = BeginTraining | PrepareAttempts | TrainStep | MeasureHeldOut
+TrainerCall: TypeAlias = BeginTraining | ShowImages | PrepareAttempts | TrainStep | MeasureHeldOut
 """Commands that are the same call on every process."""
 TrainerCommand: TypeAlias = TrainerCall | LoadTrainerState | TakeOptimizer | ContributeState
 """Commands to one trainer, by its name."""

@@ -34,6 +34,7 @@ from agentevo.runs.orchestration.rank_commands import (
     MakeTrainer,
     MeasureHeldOut,
     PrepareAttempts,
+    ShowImages,
     TakeOptimizer,
     TrainerCall,
     TrainStep,
@@ -53,6 +54,7 @@ from agentevo.training.supervised import SupervisedTrainer
 from agentevo.training.token_numbers import TokenNumbers
 from agentevo.training.trainer import Trainer
 from agentevo.types import Sample, Trajectory
+from agentevo.types.images import ImageFile
 
 L = TypeVar("L", bound=Trainer | PreferenceTrainer | SupervisedTrainer)
 
@@ -167,6 +169,10 @@ class RankTrainer(Generic[L]):
     def begin(self) -> None:
         """See Learner.begin."""
         self._call(BeginTraining(self.name))
+
+    def show(self, images: Mapping[str, ImageFile]) -> None:
+        """See Learner.show."""
+        self._call(ShowImages(self.name, dict(images)))
 
     def step(self, samples: Sequence[Any]) -> dict[str, float]:
         """See Learner.step."""

@@ -54,6 +54,7 @@ from agentevo.runs.orchestration.rank_commands import (
     MeasureHeldOut,
     PrepareAttempts,
     RankCommand,
+    ShowImages,
     StopFollowing,
     TakeOptimizer,
     TrainerCommand,
@@ -286,7 +287,9 @@ class _RankFollower:
 
     def _train(self, trainer: AnyTrainer, command: TrainerCommand) -> None:
         match command:
-            case BeginTraining() | PrepareAttempts() | TrainStep() | MeasureHeldOut():
+            case (
+                BeginTraining() | ShowImages() | PrepareAttempts() | TrainStep() | MeasureHeldOut()
+            ):
                 command.apply(trainer)
             case LoadTrainerState():
                 trainer.load_state_dict(self._saved_state(command.checkpoint))

@@ -358,6 +358,8 @@ async def replay_step(trainer: Learner, source: BatchSource, step: StepRecord) -
     """Repeats a step on its recorded training data; returns its metrics. Raises TrainingError if
     the store no longer has the data."""
     batch = await source.replay(step)
+    if batch.images:
+        trainer.show(batch.images)
     return trainer.step(batch.samples) if batch.samples else {}
 
 

@@ -491,6 +491,8 @@ class TrainingRun:
             self.meter.lap("adv")
             self.view.phase("training", f"step {step}")
             updated = {}
+            if batch.images:
+                self.trainer.show(batch.images)
             if batch.samples:
                 updated = await self.rollouts.compute(lambda: self.trainer.step(batch.samples))
             await self.record.keep_numbers(step, self.trainer.numbers if batch.samples else None)

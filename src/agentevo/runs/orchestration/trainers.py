@@ -86,6 +86,7 @@ def make_trainer(
         batches = ConversationBatches(config, conversations)
         supervised = trainers.conversations(batches.num_steps)
         batches.measure = supervised.held_out
+        batches.show = supervised.show
         return supervised, batches
 
     trainer: RolloutTrainer
@@ -93,7 +94,7 @@ def make_trainer(
         trainer = trainers.preferences(solver_answers(parts))
         pairs = given_pairs(parts)
         if pairs is not None:
-            return trainer, GivenPairs(config, pairs)
+            return trainer, GivenPairs(config, *pairs)
     elif parts.policies:
         names = trained_policies(config)
         trainer = AgentTrainers(

@@ -13,17 +13,19 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from agentevo.errors import AgentEvoError, TrainingError
+from agentevo.models.token_rows import causal_model
 from agentevo.models.vision.keys import FeatureRows
+from agentevo.models.vision.parts import processor_of
 from agentevo.types import Sample, Trajectory, Turn
 from agentevo.types.image_span import ImageSpan, feature_places, why_misplaced
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from agentevo.models.vision.processor import ProcessedImage, VisionProcessor
     from agentevo.types.images import ImageFile
@@ -62,6 +64,21 @@ def spans_within(spans: Iterable[ImageSpan], start: int, stop: int) -> tuple[Ima
     )
 
 
+def admit(
+    provider: ImageProvider | None, trajectories: Sequence[Trajectory]
+) -> tuple[list[Trajectory], dict[str, str], list[str]]:
+    """`ImageProvider.admit`; without a provider all trajectories."""
+    return (list(trajectories), {}, []) if provider is None else provider.admit(trajectories)
+
+
+class _Layout(NamedTuple):
+    """What must be as it was when the engine saw an image, and the size of its pixels."""
+
+    grid: tuple[int, ...]
+    num_features: int
+    num_patches: int
+
+
 class ImageProvider:
     """The processed images of a run's policy, by digest."""
 
@@ -72,7 +89,13 @@ class ImageProvider:
         self._patch_area = int(np.prod(patch)) if isinstance(patch, (list, tuple)) else patch**2
         self._files: Mapping[str, ImageFile] = {}
         self._kept: OrderedDict[str, ProcessedImage] = OrderedDict()
-        self._patches: dict[str, int] = {}
+        self._layouts: dict[str, _Layout] = {}
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ImageProvider | None:
+        """That of a model with a processor. None for a model that reads text only."""
+        processor = processor_of(model)
+        return None if processor is None else cls(processor, causal_model(model).config)
 
     def hold(self, files: Mapping[str, ImageFile]) -> None:
         """The files of the images of the next passes, by digest, instead of those before."""
@@ -95,18 +118,15 @@ class ImageProvider:
             )
 
         image = self.processor.process(file)
-        self._patches[digest] = _num_elements(image) // (3 * self._patch_area)
         self._kept[digest] = image
-        kept_bytes = sum(4 * _num_elements(kept) for kept in self._kept.values())
+        kept_bytes = sum(_num_bytes(kept) for kept in self._kept.values())
         while kept_bytes > PIXEL_BYTES and len(self._kept) > 1:
-            kept_bytes -= 4 * _num_elements(self._kept.popitem(last=False)[1])
+            kept_bytes -= _num_bytes(self._kept.popitem(last=False)[1])
         return image
 
     def patches(self, digest: str) -> int:
         """The number of patches of an image that the vision tower reads."""
-        if digest not in self._patches:
-            _ = self[digest]
-        return self._patches[digest]
+        return self._layout(digest).num_patches
 
     def positions(self, sample: Sample) -> np.ndarray:
         """[A, T] int64, see VisionProcessor.positions."""
@@ -172,17 +192,25 @@ class ImageProvider:
 
     def _check_image(self, ids: np.ndarray, span: ImageSpan) -> None:
         """Raises ValueError unless the image that is made again has the tokens of the span."""
-        image = self[span.digest]
+        layout = self._layout(span.digest)
         name = f"the image {span.digest[:12]}..."
-        if tuple(image.grid) != tuple(span.grid):
-            raise ValueError(f"{name} has the grid {image.grid}, and had {span.grid}")
+        if layout.grid != tuple(span.grid):
+            raise ValueError(f"{name} has the grid {layout.grid}, and had {span.grid}")
 
-        count = image.text.count(self.processor.family.feature)
-        if ids[span.offset] != self.processor.feature_id or count != len(feature_places(ids, span)):
+        num_places = len(feature_places(ids, span))
+        if ids[span.offset] != self.processor.feature_id or layout.num_features != num_places:
             raise ValueError(
-                f"{name} has {count} features, and its tokens have places for "
-                f"{len(feature_places(ids, span))}"
+                f"{name} has {layout.num_features} features, and its tokens have places for "
+                f"{num_places}"
             )
+
+    def _layout(self, digest: str) -> _Layout:
+        if digest not in self._layouts:
+            image = self[digest]
+            num_patches = image.tensors["pixel_values"].numel() // (3 * self._patch_area)
+            num_features = self.processor.count_features(image)
+            self._layouts[digest] = _Layout(tuple(image.grid), num_features, num_patches)
+        return self._layouts[digest]
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,8 +254,8 @@ def batch_images(
     if provider is None:
         name = next(sample.trajectory_id for sample in samples if sample.images)
         raise TrainingError(
-            f"sample of {name} has images, which this trainer can't show to its model: give "
-            "Trainer(images=ImageProvider(processor, config))"
+            f"sample of {name} has images, and the model reads text only: choose a model with a "
+            "vision tower and an image processor"
         )
 
     images: dict[str, int] = {}
@@ -273,5 +301,5 @@ def has_images(samples: Iterable[Sample]) -> bool:
     return any(sample.images for sample in samples)
 
 
-def _num_elements(image: ProcessedImage) -> int:
-    return int(image.tensors["pixel_values"].numel())
+def _num_bytes(image: ProcessedImage) -> int:
+    return sum(tensor.nbytes for tensor in image.tensors.values())

@@ -86,11 +86,15 @@ def micro_batches(
     """This rank's micro-batches: the indices of the samples, and the packed samples. The samples of
     a micro-batch have one temperature. See `spread` and, for `merge` and `images`, `pack`. In
     `max_tokens`, the tokens of images count for more (`token_sizes`). `packed`: the micro-batches
-    that the step has packed before, with the same limits and on the same device."""
+    that the step has packed before, with the same limits and on the same device. Raises
+    TrainingError for a sample whose images can't be shown to the model."""
     if packed is not None:
         if (batches := packed.batches_of(samples)) is not None:
             return batches
         packed.clear()
+
+    if images is not None:
+        images.check(samples)
 
     alike = defaultdict[float, list[int]](list)
     for index, sample in enumerate(samples):

@@ -18,6 +18,7 @@ from agentevo.config import MemorySection, ProcessRewardSection, TrainerSection
 from agentevo.models.compute.parameters import trained_parameters
 from agentevo.models.compute.rows import shares_prefixes
 from agentevo.models.files.model_copy import copy_policy
+from agentevo.training.batching.images import ImageProvider
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import (
     backward_through_sums,
@@ -41,7 +42,11 @@ class ImplicitProcessReward:
         section: ProcessRewardSection,
         trainer: TrainerSection,
         memory: MemorySection | None = None,
+        *,
+        images: ImageProvider | None = None,
     ) -> None:
+        """`images`: the trainer's."""
+        self.images = images
         self.section = section
         self.trainer = trainer
         self.model = copy_policy(policy)
@@ -81,8 +86,10 @@ class ImplicitProcessReward:
         section = self.trainer
         device = device_of(self.model)
         merge = shares_prefixes(self.model, section.prefix_merging)
-        batches = micro_batches(samples, section.micro_batch_tokens, device, merge=merge)
-        nulls = null_batches(samples, len(batches), device, merge=merge)
+        batches = micro_batches(
+            samples, section.micro_batch_tokens, device, merge=merge, images=self.images
+        )
+        nulls = null_batches(samples, len(batches), device, merge=merge, images=self.images)
         loss, sums = backward_through_sums(
             self.model, batches, owners, loss_of, self.optimization.backward, nulls
         )

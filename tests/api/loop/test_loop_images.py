@@ -1,0 +1,120 @@
+"""A program's own loop shows images: the run gets each image of an attempt once, and stores those
+that were shown."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from seeing_chats import OTHER, SMALL, WIDE, SeeingEngine, seeing_conversation
+
+from agentevo.agents.policy import Policy
+from agentevo.api.loop import records
+from agentevo.api.loop.attempts import Attempts
+from agentevo.api.loop.contents import Sealer
+from agentevo.api.loop.conversation import RemoteAttempt, RemotePolicy
+from agentevo.api.loop.encoding import decode, encode
+from agentevo.api.loop.rollout import _task_of
+from agentevo.data.message_images import ImageCollector
+from agentevo.errors import BadRequestError, ImageError
+from agentevo.types import ImagePart, Message, TextPart
+from agentevo.types.images import ImageFile, images_of_task
+
+
+class Wire:
+    """A connection to attempts, over which all requests travel as JSON."""
+
+    remote_agents: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self) -> None:
+        self.conversation, self.engine = seeing_conversation()
+        self.stored: list[ImageFile] = []
+        self.sent: list[list[str]] = []
+
+        async def put(images: list[ImageFile]) -> None:
+            self.stored += images
+
+        self.attempts = Attempts(
+            lambda new, name: Policy(self.conversation),
+            Sealer("secret"),
+            limit=2,
+            timeout_s=60.0,
+            put_images=put,
+        )
+
+    async def generate(
+        self, opened: records.OpenedService, ask: records.ServiceRequest
+    ) -> records.Answers:
+        came = decode(encode(ask), records.ServiceRequest)
+        self.sent.append([image.part.sha256 for image in came.images])
+        answers = await self.attempts.generate(opened.handle, came)
+        return decode(encode(answers), records.Answers)
+
+    async def end(self, opened: records.OpenedService) -> records.EndedAttempts:
+        return await self.attempts.end(opened.handle)
+
+
+def played(work: Any) -> tuple[Wire, RemotePolicy]:
+    """Runs `work(policy)` in an attempt."""
+
+    async def play() -> tuple[Wire, RemotePolicy]:
+        wire = Wire()
+        new = records.NewAttempt(task_id="t", group_id="t/train@1", number=0)
+        opened = await wire.attempts.open(new, has_session=False, within_s=10.0)
+        connection: Any = wire
+        policy = RemotePolicy(RemoteAttempt(connection, opened))
+        try:
+            await work(policy)
+            await policy.close()
+        finally:
+            await wire.attempts.close()
+        return wire, policy
+
+    return asyncio.run(play())
+
+
+def test_each_image_is_sent_once() -> None:
+    async def work(policy: RemotePolicy) -> None:
+        assert policy.sees_images
+        screen = policy.add_image(SMALL.data)
+        policy.add_image(OTHER.data)  # which no message shows
+        messages = [Message("user", (screen, TextPart("What is it?")))]
+        reply = await policy.generate(messages)
+        look = Message("user", (policy.add_image(WIDE.data), screen))
+        await policy.generate([*messages, reply.message, look])
+
+    wire, policy = played(work)
+    assert wire.sent == [[SMALL.part.sha256], [WIDE.part.sha256]]
+    assert [len(images) for images in wire.engine.images] == [1, 3]
+    assert {image.part.sha256 for image in wire.stored} == {
+        SMALL.part.sha256, WIDE.part.sha256
+    }  # fmt: skip
+    assert [len(turn.images) for turn in policy.conversation.turns] == [1, 2]
+    assert isinstance(wire.engine, SeeingEngine)
+
+
+def test_a_missing_image_is_not_sent() -> None:
+    async def work(policy: RemotePolicy) -> None:
+        with pytest.raises(ImageError, match=r"give its file with policy.add_image"):
+            await policy.generate([Message("user", (ImagePart("0" * 64),))])
+
+    assert played(work)[0].sent == []
+
+
+def test_bytes_under_another_name_are_refused() -> None:
+    async def work(policy: RemotePolicy) -> None:
+        policy.conversation.images.add(ImageFile(SMALL.part, WIDE.data))
+        with pytest.raises(BadRequestError, match="and was sent as"):
+            await policy.generate([Message("user", (SMALL.part,))])
+
+    wire, _ = played(work)
+    assert wire.engine.prompts == [] and wire.stored == []
+
+
+def test_a_row_with_an_image_is_a_task() -> None:
+    images = ImageCollector()
+    task = _task_of({"id": "1", "query": "<image>What?", "images": [SMALL.data]}, images)
+    assert images_of_task(task) == list(images.files) == [SMALL.part.sha256]
