@@ -80,7 +80,7 @@ def cold_start(
     `solver_samples`. A stop during training ends it before its next step."""
     config = parts.config
     section = config.cold_start
-    samples, _ = solver_samples(
+    samples, images = solver_samples(
         config, parts.chat, section.episodes, section.random_action_rate, view, stop
     )
     seed = derive_seed(config.run.seed, "cold-start")
@@ -95,6 +95,7 @@ def cold_start(
                 "cold start", f"{done}/{total}, loss {loss:.3f} nats per token"
             ),
             stop=stop,
+            images=images,
         )
 
     trained = sum(s.num_trained for s in samples) * section.epochs

@@ -135,8 +135,11 @@ def reference_players(
         return None
 
 
-def check_solver(config: RunConfig, who_asks: str, *, may_fail: bool = False) -> None:
-    """Raises ConfigError if the environment has no solver. The error contains `who_asks`, which
+def check_solver(
+    config: RunConfig, who_asks: str, *, may_fail: bool = False
+) -> Demonstration | None:
+    """An episode of the solver, or None if it may fail and does. Raises ConfigError if the
+    environment has no solver. The error contains `who_asks`, which
     names the key that needs the solver and the remedy. `may_fail`: the caller leaves out episodes
     in which the environment fails, so a failure is not an error."""
     seed = environment_seed(config.run.seed, "demonstration", 0)
@@ -147,13 +150,15 @@ def check_solver(config: RunConfig, who_asks: str, *, may_fail: bool = False) ->
             )
         except EnvironmentFailure as error:
             if may_fail:
-                return
+                return None
             raise ConfigError(
                 f"environment {solo.name}: its solver fails ({error}), and {who_asks}"
             ) from error
 
     if shown is None:
         raise ConfigError(f"environment {solo.name} has no solver, which {who_asks}")
+
+    return shown
 
 
 def corpus_of(config: RunConfig) -> Iterable[str]:

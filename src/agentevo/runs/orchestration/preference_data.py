@@ -49,11 +49,10 @@ def solver_answers(parts: Components) -> Callable[[str], list[Sample]] | None:
                 parts.note(f"the solver failed on {task_id}, which has no pairs: {error}")
             return []
 
-        if shown is None:
-            return []
+        conversations = [] if shown is None else shown.conversations
         return [
-            conversation_sample(messages, parts.chat, f"{task_id} by the solver", shown.images)
-            for messages in shown.conversations
+            conversation_sample(messages, parts.chat, f"{task_id} by the solver")
+            for messages in conversations
         ]
 
     return demonstration_samples
@@ -126,10 +125,15 @@ def check_preference(config: RunConfig) -> None:
                 "another one with run.dir"
             )
     elif algorithm.pairs == "demonstrations":
-        check_solver(
+        shown = check_solver(
             config,
             "algorithm.pairs=demonstrations asks: set algorithm.pairs=best_worst",
         )
+        if shown is not None and shown.images:
+            raise ConfigError(
+                "algorithm.pairs=demonstrations can't show the solver's images to the trainer yet: "
+                "set algorithm.pairs=best_worst, or environment.observation=text"
+            )
 
 
 def check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, key: str, model: str) -> None:
