@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from agentevo.config.tools import tool
     from agentevo.environments.environment import EnvironmentConfig, TextEnvironment, environment
     from agentevo.environments.episode import ActionResult, EpisodicEnvironment
+    from agentevo.environments.observation import Observation
     from agentevo.errors import AgentEvoError, ConfigError, ToolError
     from agentevo.rewards.reward import RewardConfig, Score, Unscored, register_scorer, reward
     from agentevo.rollout.self_play import Question
@@ -46,6 +47,7 @@ _MODULE_OF_NAME = {
     "EpisodicEnvironment": "agentevo.environments.episode",
     "Group": "agentevo.api.loop.group",
     "Message": "agentevo.types",
+    "Observation": "agentevo.environments.observation",
     "Outcome": "agentevo.types",
     "Question": "agentevo.rollout.self_play",
     "RewardConfig": "agentevo.rewards.reward",
@@ -86,6 +88,7 @@ __all__ = [
     "EpisodicEnvironment",
     "Group",
     "Message",
+    "Observation",
     "Outcome",
     "Question",
     "RewardConfig",

@@ -48,7 +48,7 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 SHELLS = ("bash", "sh", "text", "")
-NOT_RUN = {"python": 4}
+NOT_RUN = {"python": 5}
 """How many blocks of each language are not run."""
 
 NOT_PRINTED = {

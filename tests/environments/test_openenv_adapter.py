@@ -4,17 +4,24 @@ one does. A real one, of the real package, is in tests/examples/test_worlds.py."
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import threading
 import time
 from http import HTTPStatus
 from types import SimpleNamespace
 
+import numpy as np
+import PIL.Image
 import pytest
 from websockets.sync.server import serve
 
 from agentevo.agents.environment_thread import EnvironmentThread, Pace
+from agentevo.data.images import decode_image, read_image
+from agentevo.data.message_images import ImageCollector
 from agentevo.environments import make, openenv_adapter
+from agentevo.environments.observation import Picture, read_observation, read_pictures
 from agentevo.environments.openenv_adapter import OpenEnvConfig
 from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.runtime.trace_header import current
@@ -156,6 +163,87 @@ def test_several_fields_are_said_as_an_object():
             make(OpenEnvConfig(url=server.url, action_field="z"))
     finally:
         server.close()
+
+
+def base64_of(pixels):
+    file = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+DARK, LIGHT = (np.full((2, 3, 3), level, np.uint8) for level in (10, 200))
+SCREENS = {
+    "base64": base64_of,
+    "data URL": lambda pixels: f"data:image/png;base64,{base64_of(pixels)}",
+    "rows of pixels": lambda pixels: pixels.tolist(),
+    "a block": lambda pixels: {"type": "image", "data": base64_of(pixels), "mimeType": "image/png"},
+}
+
+
+@pytest.mark.parametrize("form", SCREENS)
+def test_a_screenshot_comes_before_the_text(server, form):
+    sent = SCREENS[form]
+    environment, first = playing(
+        server,
+        seen("begin", screen=sent(DARK)),
+        seen("begin", 0.0, screen=sent(DARK)),
+        seen("begin", 0.0, screen=sent(LIGHT)),
+        seen("done", 1.0, True, screen=None),
+        image_fields=["screen"],
+    )
+    for observation, pixels in ((first, DARK), (environment.step("1")[0], DARK)):
+        picture, text = read_observation(observation, "step")
+        assert text == "begin"
+        image = read_image(picture.source, "a screen")
+        assert np.array_equal(decode_image(image, "a screen"), pixels)
+
+    assert environment.step("1")[4]["effective"]  # another screen, with the same text
+    assert environment.step("1")[:3] == ("done", 1.0, True)
+    environment.close()
+
+
+def test_content_blocks_are_shown_in_place(server):
+    blocks = [
+        {"type": "text", "text": "Look: "},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64_of(DARK)}"}},
+    ]
+    environment, first = playing(server, seen(blocks), seen(blocks, 0.0, score=3))
+    assert read_observation(first, "reset") == ("Look: ", Picture(blocks[1]))
+    several = read_observation(environment.step("1")[0], "step")
+    assert several == ("hint: Look: ", Picture(blocks[1]), "\nscore: 3")
+    environment.close()
+
+    texts = [{"type": "text", "text": "no image"}]
+    assert playing(server, seen(texts))[1] == json.dumps(texts)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "no field 'screen', only hint, metadata"),
+        ({"screen": None}, "'screen' has no image: make the server send images"),
+        ({"screen": 3}, "'screen' is 3, not an image: send a file in base64"),
+        ({"screen": [[[300, 0, 0]]]}, r"'screen' is an array \[1, 1, 3\] of int64"),
+        ({"screen": [[[1, 0, 0]], [[1, 0, 0], [1, 0, 0]]]}, "rows of pixels differ in length"),
+    ],
+)
+def test_a_field_that_is_no_image_fails_the_attempt(server, fields, words):
+    with pytest.raises(EnvironmentFailure, match=words):
+        playing(server, seen("begin", **fields), image_fields=["screen"])
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "http://127.0.0.1/a.png", "a.png"])
+def test_a_server_names_no_files_and_no_addresses(server, path):
+    """What a server sends is data: nothing of this machine is read, and nothing is fetched."""
+    block = [{"type": "image", "url": path}, {"type": "image", "path": path}]
+    for images in (block[:1], block[1:]):
+        _, first = playing(server, seen(images))
+        with pytest.raises(EnvironmentFailure, match="image 1 of the environment's reset"):
+            read_pictures(read_observation(first, "reset"), ImageCollector().read, "reset")
+
+    _, first = playing(server, seen("a", screen=path), image_fields=["screen"])
+    with pytest.raises(EnvironmentFailure, match=r"is not base64|give a whole PNG"):
+        read_pictures(read_observation(first, "reset"), ImageCollector().read, "reset")
 
 
 @pytest.mark.slow

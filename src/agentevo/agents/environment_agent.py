@@ -7,8 +7,8 @@ the observation after the actions. The format sets where an answer has the actio
     answer        <answer>Up</answer>
     think_answer  <think>...</think><answer>Up</answer>
 
-An environment runs on its own thread (environment_thread.py). If it hangs, its attempt fails after
-`agent.step_timeout_s` or `agent.timeout_s`.
+An environment runs on its own thread (environment_thread.py), which also decodes the images that
+the policy sees. If it hangs, its attempt fails after `agent.step_timeout_s` or `agent.timeout_s`.
 
 Text outside of the tags is allowed around `answer`, not around `think_answer`. If the chat template
 itself opens a thought, `plain` and `answer` read the text after it. A turn that breaks the format
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,17 +27,24 @@ from statistics import fmean
 from typing import TypeVar
 
 from agentevo.agents.environment_thread import EnvironmentThread, Pace
+from agentevo.agents.history import keep_last_images
 from agentevo.agents.policy import Policy
 from agentevo.config import EnvironmentAgentSection
 from agentevo.config.agents import agents
+from agentevo.data.message_images import ImageCollector
 from agentevo.environments import TextEnvironment
+from agentevo.environments.observation import Seen, read_observation, read_pictures, text_of
 from agentevo.environments.step_results import read_reset, read_step
 from agentevo.errors import EnvironmentFailure, RequestTooLongError
 from agentevo.rewards.returned_values import plain_bool, plain_number
 from agentevo.types import Message, Outcome, Task
+from agentevo.types.content import Content, content_of
+from agentevo.types.images import ImageFile
 
 T = TypeVar("T")
 
+FACTS = ("valid", "effective", "success")
+"""The keys that the info of every step has (environments/environment.py)."""
 _THOUGHT = r"\s*<think>.*?</think>\s*"
 
 
@@ -85,13 +92,17 @@ def answer_instructions(section: EnvironmentAgentSection) -> str:
 
 
 def first_messages(
-    environment: TextEnvironment, observation: str, section: EnvironmentAgentSection
+    environment: TextEnvironment, observation: Content, section: EnvironmentAgentSection
 ) -> list[Message]:
     """The conversation before the policy's first turn."""
     rules = section.texts.get("rules", environment.instructions)
     system = section.texts.get("system", section.system_prompt)
-    parts = [rules, answer_instructions(section), observation]
-    opening = [Message("user", "\n".join(part for part in parts if part))]
+    told = [part for part in (rules, answer_instructions(section)) if part]
+    if isinstance(observation, str):
+        content: Content = "\n".join([*told, observation] if observation else told)
+    else:
+        content = content_of([*(f"{part}\n" for part in told), *observation])
+    opening = [Message("user", content)]
     return opening if system is None else [Message("system", system), *opening]
 
 
@@ -110,7 +121,7 @@ def next_messages(
     messages: list[Message],
     reply: Message,
     environment: TextEnvironment,
-    observation: str,
+    observation: Content,
     section: EnvironmentAgentSection,
 ) -> list[Message]:
     """The conversation before the next turn: the continued one, or, with `memory: turn`, a new
@@ -135,7 +146,7 @@ class _Episode:
     success: bool = False
     over: bool = False
     truncated: bool = False
-    observation: str = ""
+    observation: Seen = ""
 
 
 @agents.register("environment")
@@ -171,12 +182,13 @@ class EnvironmentAgent:
             observation = read_reset(
                 await self._within(thread, lambda: environment.reset(seed=task.seed), "reset")
             )
-            episode = _Episode(observation=_text(observation, "reset"))
+            episode = _Episode(observation=read_observation(observation, "reset"))
             section = with_texts(self._section, policy, environment)
-            messages = first_messages(environment, observation, section)
+            content = await self._content(thread, policy, episode.observation, "reset")
+            messages = first_messages(environment, content, section)
             for _ in range(self._section.max_turns):
                 try:
-                    reply = await policy.generate(messages)
+                    reply = await policy.generate(self._kept(messages))
                 except RequestTooLongError:
                     if not episode.turn_rewards:
                         raise
@@ -193,9 +205,8 @@ class EnvironmentAgent:
                 if episode.over:
                     break
 
-                messages = next_messages(
-                    messages, reply.message, environment, episode.observation, section
-                )
+                content = await self._content(thread, policy, episode.observation, "step")
+                messages = next_messages(messages, reply.message, environment, content, section)
             else:
                 episode.truncated = True
         except BaseException:
@@ -210,7 +221,7 @@ class EnvironmentAgent:
             reward_parts={"environment": episode.earned, "format": 0.0 - episode.penalties},
             turn_rewards=episode.turn_rewards,
             truncated=episode.truncated,
-            ending=episode.observation,
+            ending=text_of(episode.observation),
             metrics={
                 "num_actions": float(episode.num_actions),
                 "num_invalid_actions": float(episode.num_invalid),
@@ -223,6 +234,21 @@ class EnvironmentAgent:
             }
             if episode.steps_s
             else {},
+        )
+
+    def _kept(self, messages: list[Message]) -> list[Message]:
+        """The messages with the images that the policy sees."""
+        num_images = self._section.history.last_images
+        return messages if num_images is None else keep_last_images(messages, num_images)
+
+    async def _content(
+        self, thread: EnvironmentThread, policy: Policy, seen: Seen, method: str
+    ) -> Content:
+        """The observation as a message's content. The environment's thread decodes its images."""
+        if isinstance(seen, str):
+            return seen
+        return await self._within(
+            thread, lambda: read_pictures(seen, policy.add_image, method), method
         )
 
     async def _within(self, thread: EnvironmentThread, call: Callable[[], T], name: str) -> T:
@@ -257,11 +283,8 @@ class EnvironmentAgent:
             )
             episode.steps_s.append(thread.last_call_s)
             reward += plain_number(step_reward, "the reward of the environment's step()")
-            episode.observation = _text(observation, "step")
-            valid, effective, success = (
-                plain_bool(info[name], f"info[{name!r}] of the environment's step()")
-                for name in ("valid", "effective", "success")
-            )
+            episode.observation = read_observation(observation, "step")
+            valid, effective, success = (_fact(info, name) for name in FACTS)
             episode.num_actions += 1
             episode.num_invalid += not valid
             episode.num_effective += effective
@@ -281,13 +304,15 @@ class EnvironmentAgent:
         episode.penalties += penalty
 
 
-def _text(observation: object, method: str) -> str:
-    if isinstance(observation, str):
-        return observation
-    raise EnvironmentFailure(
-        f"the observation of the environment's {method}() is a {type(observation).__name__}: "
-        "return a text"
-    )
+def _fact(info: object, name: str) -> bool:
+    """The value of `info[name]` after a step. Raises EnvironmentFailure without one."""
+    if not isinstance(info, Mapping) or name not in info:
+        holds = f"the keys {sorted(map(str, info))}" if isinstance(info, Mapping) else repr(info)
+        raise EnvironmentFailure(
+            f"the info of the environment's step() has no {name!r} but {holds}: give it "
+            f"{', '.join(FACTS)}, each true or false"
+        )
+    return plain_bool(info[name], f"info[{name!r}] of the environment's step()")
 
 
 @dataclass(frozen=True)
@@ -297,6 +322,8 @@ class Demonstration:
 
     conversations: list[list[Message]]
     success: bool
+    images: Mapping[str, ImageFile] = field(default_factory=dict)
+    """Maps a digest to the image, for every image in the conversations."""
 
 
 def demonstrate(
@@ -309,8 +336,9 @@ def demonstrate(
     real answers. If a random action makes the task unsolvable, the demonstration ends.
     """
     rng = random.Random(seed)
-    observation = read_reset(environment.reset(seed=seed))
-    messages = first_messages(environment, observation, section)
+    images = ImageCollector()
+    seen = read_observation(read_reset(environment.reset(seed=seed)), "reset")
+    messages = first_messages(environment, read_pictures(seen, images.read, "reset"), section)
     conversations: list[list[Message]] = []
     success = over = False
     for _ in range(section.max_turns):
@@ -324,6 +352,7 @@ def demonstrate(
             observation, _, terminated, truncated, info = read_step(environment.step(action))
             actions.append(action)
             success |= bool(info["success"])
+            seen = read_observation(observation, "step")
             over = terminated or truncated
 
         if not actions:
@@ -334,9 +363,11 @@ def demonstrate(
         if over:
             break
 
-        messages = next_messages(messages, reply, environment, observation, section)
+        content = read_pictures(seen, images.read, "step")
+        messages = next_messages(messages, reply, environment, content, section)
 
     if not conversations:
         return None
 
-    return Demonstration(conversations if section.memory == "turn" else conversations[-1:], success)
+    shown = conversations if section.memory == "turn" else conversations[-1:]
+    return Demonstration(shown, success, images.files)

@@ -189,6 +189,8 @@ class EnvironmentAgentSection(AgentSection):
     """What the policy sees: the whole `episode` so far, or in each `turn` only the rules and the
     newest observation. `turn` is for environments that show their whole state: contexts are
     shorter, and the policy learns much faster."""
+    history: HistorySection = HistorySection()
+    """Which images of the observations so far the policy sees. Demonstrations show all."""
     actions_per_turn: int = Field(default=1, ge=1)
     """Maximum number of actions in one turn, separated by action_separator. Further actions are
     ignored."""

@@ -11,15 +11,18 @@ row without such a column is text, like any other word.
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from agentevo.data.images import LIMITS, ImageLimits, is_image_part, read_image
 from agentevo.data.row_report import RowError
 from agentevo.errors import ImageError
-from agentevo.types import ImagePart
+from agentevo.types import ImagePart, Message
 from agentevo.types.images import ImageFile
 
 MARK = "<image>"
@@ -83,6 +86,28 @@ class ImageCollector:
         image = read_image(source, where, folder=self.folder, limits=self._limits, known=self.files)
         self.add(image)
         return image.part
+
+
+def inline_images(message: Message, files: Mapping[str, ImageFile]) -> dict[str, Any]:
+    """The message as JSON can represent it, with each image as a data URL in OpenAI's form. `files`
+    maps a digest to the image."""
+    row: dict[str, Any] = msgspec.to_builtins(message)
+    if not isinstance(message.content, str):
+        row["content"] = [
+            _with_data(files[part.sha256])
+            if isinstance(part, ImagePart)
+            else msgspec.to_builtins(part)
+            for part in message.content
+        ]
+    return row
+
+
+def _with_data(image: ImageFile) -> dict[str, Any]:
+    data = base64.b64encode(image.data).decode()
+    return {
+        "type": "image_url",
+        "image_url": {"url": f"data:{image.part.media_type};base64,{data}"},
+    }
 
 
 def place_images(query: Any, columns: dict[str, Any], images: ImageCollector) -> Any:

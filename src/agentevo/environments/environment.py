@@ -1,4 +1,5 @@
-"""The environment contract: Gymnasium's reset and step, with text for observations and actions.
+"""The environment contract: Gymnasium's reset and step, with text for actions, and text or images
+for observations (observation.py).
 
 An environment serves one player. The seed given to `reset` determines everything random in the
 environment. A bad action is part of the game, never an exception: `info["valid"]` is false, the
@@ -16,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import gymnasium
 import pydantic
 
+from agentevo.environments.observation import Shown
 from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.runtime.registry import Registry
 from agentevo.types import Baselines
@@ -34,9 +36,9 @@ class EnvironmentConfig(pydantic.BaseModel):
     """Actions after which an unfinished episode is truncated."""
 
 
-class TextEnvironment(gymnasium.Env[str, str], ABC):
-    """A seeded environment with text observations and text actions. Subclasses also describe the
-    rules, a random player and, if there is one, a solver.
+class TextEnvironment(gymnasium.Env[Shown, str], ABC):
+    """A seeded environment with text actions, whose observations are texts or have images.
+    Subclasses also describe the rules, a random player and, if there is one, a solver.
 
     The `info` of `reset` and `step` has `valid: bool` (the action was understood and legal),
     `effective: bool` (it changed the environment) and `success: bool` (the task is solved).
@@ -57,10 +59,10 @@ class TextEnvironment(gymnasium.Env[str, str], ABC):
     @abstractmethod
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[str, dict[str, Any]]: ...
+    ) -> tuple[Shown, dict[str, Any]]: ...
 
     @abstractmethod
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> tuple[Shown, float, bool, bool, dict[str, Any]]:
         """Plays an action. Returns (observation, reward, terminated, truncated, info)."""
 
     def random_action(self, rng: random.Random) -> str:

@@ -15,6 +15,7 @@ from abc import abstractmethod
 from typing import Any, NamedTuple
 
 from agentevo.environments.environment import EnvironmentConfig, TextEnvironment
+from agentevo.environments.observation import Shown
 from agentevo.errors import EnvironmentFailure
 
 
@@ -47,8 +48,8 @@ class EpisodicEnvironment(TextEnvironment):
         """Starts the episode of `seed`. Everything random in the episode derives from it."""
 
     @abstractmethod
-    def observe(self) -> str:
-        """The current state as text."""
+    def observe(self) -> Shown:
+        """The current state as text, or with images (observation.py)."""
 
     @abstractmethod
     def act(self, action: str) -> ActionResult:
@@ -62,14 +63,14 @@ class EpisodicEnvironment(TextEnvironment):
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[str, dict[str, Any]]:
+    ) -> tuple[Shown, dict[str, Any]]:
         """Starts the episode of `seed`. With None, the operating system provides a seed."""
         self.start(random.SystemRandom().randrange(2**31) if seed is None else seed)
         self.num_actions = 0
         self._running = True
         return self.observe(), {"valid": True, "effective": False, "success": False}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> tuple[Shown, float, bool, bool, dict[str, Any]]:
         if not self._running:
             raise EnvironmentFailure(
                 f"{self.config.type}: step() outside an episode; call reset(seed=...) first"

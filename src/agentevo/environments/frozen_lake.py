@@ -10,13 +10,24 @@ reference players are computed exactly from the map (see `planning`).
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import pydantic
 
+from agentevo.environments.drawing import (
+    Cell,
+    cross,
+    disc,
+    empty_cell,
+    grid_png,
+    square,
+    with_shape,
+)
 from agentevo.environments.environment import EnvironmentConfig, environments
 from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment, choose, stream
+from agentevo.environments.observation import Observation
 from agentevo.environments.planning import SuccessTables
 from agentevo.environments.words import offset
 from agentevo.types import Baselines
@@ -28,6 +39,10 @@ DIRECTIONS = ((0, -1), (1, 0), (0, 1), (-1, 0))
 """The (row, column) change of each action."""
 ALPHABETS = {"ragen": "P_OGX√", "ascii": "P_OGXV"}
 """The symbols of: player, frozen tile, hole, goal, player in a hole, player on the goal."""
+LEGEND = (
+    "The picture shows the lake from above. Light blue: frozen; dark blue disc: hole; "
+    "green square: goal; red disc: you; red cross: you in a hole."
+)
 
 
 class FrozenLakeConfig(EnvironmentConfig):
@@ -46,6 +61,25 @@ class FrozenLakeConfig(EnvironmentConfig):
     four neighbours, relative to the player."""
     alphabet: Literal["ragen", "ascii"] = "ragen"
     """The symbols of the map: RAGEN's `P_OGX√`, or `P_OGXV` for tokenizers that split `√`."""
+    observation: Literal["text", "image", "both"] = "text"
+    """What the player sees: the `text` that `view` chooses, a picture of the map (`image`), or the
+    picture and the text (`both`)."""
+    cell_pixels: int = pydantic.Field(default=32, ge=8, le=128)
+    """The width and height of a tile in the picture."""
+
+
+RED = (214, 40, 40)
+
+
+@cache
+def lake_cells(pixels: int) -> dict[str, Cell]:
+    """The cells of a lake's picture, without the player."""
+    frozen = empty_cell(pixels, (205, 228, 250))
+    return {
+        "frozen": frozen,
+        "hole": with_shape(frozen, disc(84), (22, 48, 110)),
+        "goal": with_shape(frozen, square(76), (46, 160, 67)),
+    }
 
 
 class LakeMap(NamedTuple):
@@ -130,7 +164,9 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
             else ""
         )
         task = f"Walk on the frozen lake to the goal without falling into a hole.{ice}\n"
-        if self.config.view == "words":
+        if self.config.observation != "text":
+            task += f"{LEGEND}\n"
+        if self.config.view == "words" or self.config.observation == "image":
             return f"{task}Actions: {', '.join(ACTIONS)}."
 
         legend = (
@@ -186,7 +222,27 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
             f"{state}Goal {offset(goal[0] - row, goal[1] - column)}; {', '.join(sides)}{holes_text}"
         )
 
-    def observe(self) -> str:
+    def observe(self) -> str | Observation:
+        if self.config.observation == "text":
+            return self._text()
+        return Observation(
+            self._text() if self.config.observation == "both" else "", [self._draw()]
+        )
+
+    def _draw(self) -> bytes:
+        """The map as a PNG."""
+        kinds = lake_cells(self.config.cell_pixels)
+        cells = [
+            kinds["hole" if tile in self.lake.holes else "frozen"]
+            for tile in range(self.lake.size**2)
+        ]
+        cells[self.lake.goal] = kinds["goal"]
+        fell = self._tile in self.lake.holes
+        shape = cross(60) if fell else disc(50)
+        cells[self._tile] = with_shape(cells[self._tile], shape, RED)
+        return grid_png(cells, self.lake.size)
+
+    def _text(self) -> str:
         if self.config.view == "words":
             return self._describe()
 

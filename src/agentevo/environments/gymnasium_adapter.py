@@ -1,7 +1,9 @@
 """Any Gymnasium environment as a text environment.
 
 Observations: texts stay unchanged. An environment that renders as `ansi` shows that picture (a
-highlighted cell becomes `[cell]`). Other spaces are written as text. Actions: a Discrete space
+highlighted cell becomes `[cell]`). Other spaces are written as text. `image` shows the frame that
+the environment renders as `rgb_array`, and an observation in a form with images (observation.py)
+shows its own. Actions: a Discrete space
 accepts the action's name (`action_names`, default its number), and a Text space accepts any text
 that it contains. Box, Dict and the other structured spaces accept JSON (json_actions.py). If a text
 is not such an action, the player sees the reason. The action limit is `max_actions`. Gymnasium's
@@ -20,7 +22,7 @@ import math
 import random
 import re
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -29,12 +31,20 @@ from gymnasium import spaces
 
 from agentevo.environments.environment import EnvironmentConfig, environments
 from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment, choose
+from agentevo.environments.gymnasium_frames import RENDER_MODE, check_frames, render_frame
 from agentevo.environments.json_actions import (
     ActionError,
     can_be_said,
     describe_space,
     read_action,
     write_action,
+)
+from agentevo.environments.observation import (
+    Observation,
+    Shown,
+    blocks_of,
+    has_form,
+    read_observation,
 )
 from agentevo.environments.planning import SuccessTables, random_play_success
 from agentevo.environments.step_results import read_reset, read_step
@@ -63,9 +73,12 @@ class GymnasiumConfig(EnvironmentConfig):
     """The names of a Discrete space's actions, in order. Empty: their numbers."""
     instructions: str = ""
     """The rules for the player. Empty: the id and the actions."""
-    observation: Literal["auto", "text", "ansi"] = "auto"
-    """`text`: the observation as text. `ansi`: the rendered picture. `auto`: the picture if there
-    is one and the observation is not a text."""
+    observation: Literal["auto", "text", "ansi", "image", "both"] = "auto"
+    """`text`: the observation as text. `ansi`: the rendered characters. `auto`: the characters if
+    the environment renders some and the observation is not a text. `image`: the rendered frame
+    (`rgb_array`), which needs no display. `both`: the frame and the observation as text."""
+    image_size: tuple[pydantic.PositiveInt, pydantic.PositiveInt] | None = None
+    """The width and height that a frame is resized to, in pixels. None: as it is rendered."""
     success_on: Literal["reward", "termination"] = "reward"
     """Whether an ended episode succeeded if its last reward was positive (`reward`), or in any case
     (`termination`)."""
@@ -92,6 +105,31 @@ def as_text(observation: object) -> str:
 def picture_as_text(picture: str) -> str:
     """A rendering without terminal colours. Coloured cells are in brackets."""
     return ESCAPE.sub("", HIGHLIGHT.sub(r"[\1]", picture)).rstrip("\n")
+
+
+class GymnasiumView(NamedTuple):
+    """What the player sees of a state."""
+
+    text: str = ""
+    frame: np.ndarray | None = None  # uint8 [H, W, 3]
+    form: Any = None
+    """The observation itself, if it has a form with images."""
+
+    def differs(self, other: GymnasiumView) -> bool:
+        """Whether the player can see a difference. Unknown for a form, so true."""
+        if self.text != other.text or self.form is not None:
+            return True
+        if self.frame is None or other.frame is None:
+            return self.frame is not other.frame
+        return not np.array_equal(self.frame, other.frame)
+
+    def with_problem(self, problem: str) -> Shown:
+        """The view after the reason why the last action was invalid, which may be empty."""
+        text = f"{problem}\n{self.text}" if problem else self.text
+        if self.form is not None:
+            told = [{"type": "text", "text": f"{problem}\n"}] if problem else []
+            return [*told, *blocks_of(read_observation(self.form, "step"))]
+        return text if self.frame is None else Observation(text, [self.frame])
 
 
 Transitions = dict[int, dict[int, list[tuple[float, int, float, bool]]]]
@@ -137,8 +175,10 @@ class GymnasiumEnvironment(EpisodicEnvironment):
     Config: ClassVar[type[EnvironmentConfig]] = GymnasiumConfig
     config: GymnasiumConfig
 
-    def __init__(self, config: GymnasiumConfig) -> None:
+    def __init__(self, config: GymnasiumConfig, *, draws: bool = True) -> None:
+        """`draws`: whether frames are rendered, if the config asks for them."""
         super().__init__(config)
+        self._has_frames = draws and config.observation in ("image", "both")
         self._world = self._make()
         # Gymnasium's wrappers would add the new API's parameters
         if "options" not in _reset_names(self._world):
@@ -152,17 +192,21 @@ class GymnasiumEnvironment(EpisodicEnvironment):
             )
 
         longest = _longest_list(self._world.observation_space)
-        if longest > MAX_SHOWN_NUMBERS and not self._drawn:
+        if longest > MAX_SHOWN_NUMBERS and self._is_written:
             raise ConfigError(
                 f"gymnasium: an observation of {config.id} has {longest} numbers in one list, "
-                f"as a picture has, and at most {MAX_SHOWN_NUMBERS} can be written as text: wrap "
-                "the environment so that its observation is a text"
+                f"as a picture has, and at most {MAX_SHOWN_NUMBERS} can be written as text: set "
+                "environment.observation=image to show its frames, or wrap the environment so "
+                "that its observation is a text"
             )
 
         if config.action_names and not isinstance(space, spaces.Discrete):
             raise ConfigError(
                 f"gymnasium: action_names is for Discrete actions, and {config.id} takes {space}"
             )
+
+        if self._has_frames:
+            check_frames(config.id, self._world, lambda: self._reset(0))
 
         self._problem = ""
         """Why the last text was not an action of a structured space."""
@@ -203,6 +247,8 @@ class GymnasiumEnvironment(EpisodicEnvironment):
             **config.kwargs,
         }
         try:
+            if self._has_frames:
+                options = {"render_mode": RENDER_MODE, **options}
             environment = gymnasium.make(config.id, **options)
             drawable = "ansi" in environment.metadata.get("render_modes", []) and not isinstance(
                 environment.observation_space, spaces.Text
@@ -210,6 +256,7 @@ class GymnasiumEnvironment(EpisodicEnvironment):
             self._drawn = config.observation == "ansi" or (
                 config.observation == "auto" and drawable
             )
+            self._is_written = not self._drawn and config.observation != "image"
             if not self._drawn:
                 return environment
 
@@ -235,7 +282,7 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         self._problem = ""
         observation = read_reset(self._reset(seed))
         self._start_state = self._state()
-        self._shown = self._show(observation)
+        self._view = self._look(observation)
 
     def _reset(self, seed: int) -> Any:
         """Returns the result of `reset`. If `reset` accepts no seed, as in the oldest API, calls
@@ -252,10 +299,20 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         """The state's number in the published transitions."""
         return int(getattr(self._world.unwrapped, "s", 0)) if self._published else 0
 
-    def _show(self, observation: object) -> str:
-        if not self._drawn:
-            return as_text(observation)
+    def _look(self, observation: object) -> GymnasiumView:
+        config = self.config
+        if self._is_written and not self._has_frames and has_form(observation):
+            return GymnasiumView(form=observation)
 
+        frame = (
+            render_frame(config.id, self._world, config.image_size) if self._has_frames else None
+        )
+        if self._is_written:
+            return GymnasiumView(as_text(observation), frame)
+        return GymnasiumView(self._characters() if self._drawn else "", frame)
+
+    def _characters(self) -> str:
+        """The state as the world renders it for a terminal."""
         picture = self._world.render()
         if not isinstance(picture, str):
             raise EnvironmentFailure(
@@ -265,8 +322,8 @@ class GymnasiumEnvironment(EpisodicEnvironment):
 
         return picture_as_text(picture)
 
-    def observe(self) -> str:
-        return f"{self._problem}\n{self._shown}" if self._problem else self._shown
+    def observe(self) -> Shown:
+        return self._view.with_problem(self._problem)
 
     def act(self, action: str) -> ActionResult:
         self._problem = ""
@@ -287,14 +344,14 @@ class GymnasiumEnvironment(EpisodicEnvironment):
             return INVALID
 
         observation, reward, terminated, truncated, info = read_step(self._world.step(move))
-        before = self._shown
-        self._shown = self._show(observation)
+        before = self._view
+        self._view = self._look(observation)
         ended_well = terminated and (self.config.success_on == "termination" or float(reward) > 0)
 
         return ActionResult(
             reward=float(reward),
             valid=bool(info.get("valid", True)),
-            effective=bool(info.get("effective", self._shown != before)),
+            effective=bool(info.get("effective", self._view.differs(before))),
             terminated=bool(terminated),
             success=bool(info.get("success", info.get("is_success", ended_well))),
             truncated=bool(truncated),
@@ -326,7 +383,7 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         config = self.config.model_copy(update={"max_actions": limit})
         return Baselines(
             random=random_play_success(
-                lambda: GymnasiumEnvironment(config), self._seed, SAMPLED_PLAYS
+                lambda: GymnasiumEnvironment(config, draws=False), self._seed, SAMPLED_PLAYS
             ),
             optimal=None,
         )

@@ -4,7 +4,8 @@ connection per episode.
 The server's schema decides how the player's text becomes an action. If an action has a single
 field, the text is that field. Otherwise the text is the action as a JSON object. A text that does
 not fit the schema is an invalid action. The player sees the only field of an observation, or `name:
-value` lines. The server gives the reward. If an episode ends without any reward, the attempt fails.
+value` lines, and images (openenv_observations.py). The server gives the reward. If an episode ends
+without any reward, the attempt fails.
 
 No package of OpenEnv is needed. Every wait has a deadline, and messages have a size limit. The
 attempt fails if the server hangs, dies, or sends another kind of message.
@@ -27,6 +28,8 @@ from websockets.sync.client import ClientConnection, connect
 
 from agentevo.environments.environment import EnvironmentConfig, environments
 from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment, choose
+from agentevo.environments.observation import Shown
+from agentevo.environments.openenv_observations import Blocks, shown_observation
 from agentevo.errors import ConfigError, EnvironmentFailure, storable
 from agentevo.runtime.http_clients import is_loopback, trusted_context
 from agentevo.runtime.parsing import ParseError, parse_json
@@ -56,6 +59,9 @@ class OpenEnvConfig(EnvironmentConfig):
     required field. If there are several, the player writes a JSON object."""
     observation_field: str | None = None
     """The field of an observation that the player sees. Default: all fields."""
+    image_fields: tuple[str, ...] = ()
+    """The fields of an observation that are images, which the player sees before the text: a file
+    in base64, a data URL, or rows of pixels. Lists of content blocks need no entry here."""
     instructions: str = ""
     """The rules for the player. Empty: the server's description and the form of an action."""
     success_on: Literal["reward", "termination"] = "reward"
@@ -114,7 +120,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
 
         self._open = ExitStack()
         self._connection: ClientConnection | None = None
-        self._observation_text = ""
+        self._shown: str | Blocks = ""
         self._has_reward = False
 
     @property
@@ -154,8 +160,8 @@ class OpenEnvEnvironment(EpisodicEnvironment):
                 f"openenv: the episode of {self.config.url} is over after its reset"
             )
 
-    def observe(self) -> str:
-        return self._observation_text
+    def observe(self) -> Shown:
+        return self._shown
 
     def act(self, action: str) -> ActionResult:
         fields = self._parse_action(action)
@@ -167,7 +173,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
             return INVALID
 
         _raise_server_error(answer, "step", self.config.url)
-        previous_text = self._observation_text
+        before = self._shown
 
         reward, done = self._apply_answer(answer)
         if done and not self._has_reward:
@@ -179,7 +185,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         is_success = self.config.success_on == "termination" or reward > 0
         return ActionResult(
             reward=reward,
-            effective=self._observation_text != previous_text or done,
+            effective=self._shown != before or done,
             terminated=done,
             success=success if isinstance(success, bool) else done and is_success,
         )
@@ -222,7 +228,9 @@ class OpenEnvEnvironment(EpisodicEnvironment):
                 )
             self._has_reward = True
 
-        self._observation_text = observation_text(observation, self.config.observation_field)
+        self._shown = shown_observation(
+            observation, self.config.observation_field, self.config.image_fields, is_last=done
+        )
         return float(reward or 0.0), done
 
     def _connect(self) -> ClientConnection:
@@ -323,30 +331,6 @@ def _read_form(base: str, config: OpenEnvConfig) -> OpenEnvForm:
             f"environment.url: the server at {config.url} is not an OpenEnv server: its /schema "
             "has no schema of an action"
         ) from error
-
-
-def observation_text(observation: Mapping[str, Any], field: str | None) -> str:
-    """An observation as text."""
-    if field is not None:
-        if field not in observation:
-            raise EnvironmentFailure(
-                f"openenv: the observation has no field {field!r}, only {', '.join(observation)}"
-            )
-        return _as_text(observation[field])
-
-    fields = {
-        name: value
-        for name, value in observation.items()
-        if name not in ("metadata", "done", "reward") and value is not None
-    }
-    if len(fields) == 1:
-        return _as_text(next(iter(fields.values())))
-
-    return "\n".join(f"{name}: {_as_text(value)}" for name, value in fields.items())
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _parse_value(text: str, schema: Mapping[str, Any]) -> Any:

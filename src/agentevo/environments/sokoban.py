@@ -11,12 +11,15 @@ random player solves 19% of them within 10 actions. The shortest solution has at
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import ClassVar, Literal, NamedTuple
 
 import pydantic
 
+from agentevo.environments.drawing import Cell, disc, empty_cell, grid_png, ring, square, with_shape
 from agentevo.environments.environment import EnvironmentConfig, environments
 from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment, choose, stream
+from agentevo.environments.observation import Observation
 from agentevo.environments.planning import random_play_success
 from agentevo.environments.words import offset
 from agentevo.errors import EnvironmentFailure
@@ -215,6 +218,11 @@ def random_player_success(
 
 ALPHABETS = {"ragen": "#_O√XPS", "ascii": "#_OVXPS", "letters": "W.GCBA@"}
 """The symbols of: wall, floor, target, box on target, box, player, player on target."""
+LEGEND = (
+    "The picture shows the room from above. Grey: wall; pale: floor; red ring: target; "
+    "brown square: box; green square: box on target; blue disc: you."
+)
+BLUE = (31, 90, 214)
 ACTION_REWARD = -0.1
 BOX_REWARD = 1.0
 SOLVED_REWARD = 10.0
@@ -222,6 +230,19 @@ EXACT_STATES = 20_000
 """Up to this many simultaneous states, the random player's rate is computed exactly. Beyond, it is
 estimated by play."""
 SAMPLED_PLAYS = 400
+
+
+@cache
+def room_cells(pixels: int) -> dict[str, Cell]:
+    """The cells of a room's picture, without the player."""
+    floor = empty_cell(pixels, (240, 234, 220))
+    return {
+        "wall": empty_cell(pixels, (92, 92, 100)),
+        "floor": floor,
+        "target": with_shape(floor, ring(88, 64), (214, 40, 40)),
+        "box": with_shape(floor, square(76), (166, 103, 48)),
+        "stored": with_shape(floor, square(76), (46, 160, 67)),
+    }
 
 
 class SokobanConfig(EnvironmentConfig):
@@ -243,6 +264,11 @@ class SokobanConfig(EnvironmentConfig):
     alphabet: Literal["ragen", "ascii", "letters"] = "ragen"
     """The symbols of the room: RAGEN's `#_O√XPS`, `#_OVXPS` for tokenizers that split `√`, or the
     symbols of RAGEN's generalization test, `W.GCBA@`."""
+    observation: Literal["text", "image", "both"] = "text"
+    """What the player sees: the `text` that `view` chooses, a picture of the room (`image`), or the
+    picture and the text (`both`)."""
+    cell_pixels: int = pydantic.Field(default=32, ge=8, le=128)
+    """The width and height of a cell in the picture."""
 
     @pydantic.model_validator(mode="after")
     def _check_room(self) -> SokobanConfig:
@@ -285,7 +311,9 @@ class SokobanEnvironment(EpisodicEnvironment):
     def instructions(self) -> str:
         wall, floor, target, stored, box, player, on_target = tuple(ALPHABETS[self.config.alphabet])
         task = "Push every box onto a target. You can push one box at a time and can't pull.\n"
-        if self.config.view == "words":
+        if self.config.observation != "text":
+            task += f"{LEGEND}\n"
+        if self.config.view == "words" or self.config.observation == "image":
             return f"{task}Actions: {', '.join(ACTIONS)}."
 
         return (
@@ -349,7 +377,30 @@ class SokobanEnvironment(EpisodicEnvironment):
 
         return "\n".join(lines)
 
-    def observe(self) -> str:
+    def observe(self) -> str | Observation:
+        if self.config.observation == "text":
+            return self._text()
+        return Observation(
+            self._text() if self.config.observation == "both" else "", [self._draw()]
+        )
+
+    def _draw(self) -> bytes:
+        """The room as a PNG."""
+        kinds = room_cells(self.config.cell_pixels)
+        boxes = self._state >> PLAYER_BITS
+        cells = [kinds["wall"]] * (self.room.height * self.room.width)
+        for cell in self.room.floor:
+            is_target = self.room.targets >> cell & 1
+            if boxes >> cell & 1:
+                cells[cell] = kinds["stored" if is_target else "box"]
+            else:
+                cells[cell] = kinds["target" if is_target else "floor"]
+
+        player = self._state & PLAYER_MASK
+        cells[player] = with_shape(cells[player], disc(50), BLUE)
+        return grid_png(cells, self.room.width)
+
+    def _text(self) -> str:
         if self.config.view == "words":
             return self._describe()
 
@@ -412,7 +463,7 @@ class SokobanEnvironment(EpisodicEnvironment):
         limit = self.config.max_actions if max_actions is None else max_actions
         by_chance = random_player_success(self.room, self._start, limit, EXACT_STATES)
         if by_chance is None:
-            config = self.config.model_copy(update={"max_actions": limit})
+            config = self.config.model_copy(update={"max_actions": limit, "observation": "text"})
             by_chance = random_play_success(
                 lambda: SokobanEnvironment(config), self._seed, SAMPLED_PLAYS
             )

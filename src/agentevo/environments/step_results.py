@@ -4,14 +4,15 @@ and (observation, reward, terminated, truncated, info).
 The old API of gym also works: its reset returns only the observation, and its step returns
 (observation, reward, done, info). `info["TimeLimit.truncated"]` marks an end by a limit.
 
-A text may repeat a model's output, such as half of a surrogate pair, which no tokenizer accepts.
-Each half becomes a question mark.
+An observation that is a text has no halves of surrogate pairs (observation.py, which also reads the
+observations with images).
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from agentevo.environments.observation import without_half_pairs
 from agentevo.errors import EnvironmentFailure
 
 TRUNCATED = "TimeLimit.truncated"
@@ -36,7 +37,7 @@ def read_step(result: object) -> StepResult:
         )
 
     if len(result) == 5:
-        return StepResult(_without_half_pairs(result[0]), *result[1:])
+        return StepResult(_cleaned(result[0]), *result[1:])
 
     if len(result) != 4:
         raise EnvironmentFailure(
@@ -46,19 +47,15 @@ def read_step(result: object) -> StepResult:
 
     observation, reward, done, info = result
     limited = done and isinstance(info, dict) and bool(info.get(TRUNCATED, False))
-    return StepResult(
-        _without_half_pairs(observation), reward, False if limited else done, limited, info
-    )
+    return StepResult(_cleaned(observation), reward, False if limited else done, limited, info)
 
 
 def read_reset(result: object) -> Any:
     """The observation of a result of `reset`."""
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
-        return _without_half_pairs(result[0])
-    return _without_half_pairs(result)
+        return _cleaned(result[0])
+    return _cleaned(result)
 
 
-def _without_half_pairs(observation: Any) -> Any:
-    if not isinstance(observation, str) or observation.isascii():
-        return observation
-    return observation.encode("utf-8", "replace").decode()
+def _cleaned(observation: Any) -> Any:
+    return without_half_pairs(observation) if isinstance(observation, str) else observation

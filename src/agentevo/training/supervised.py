@@ -39,7 +39,7 @@ from agentevo.training.token_numbers import TokenNumbers
 from agentevo.training.workload import FlopCounter
 from agentevo.types import Message, Sample
 from agentevo.types.image_span import ImageSpan
-from agentevo.types.images import ImageFile
+from agentevo.types.images import ImageFile, images_of_samples
 
 
 def conversation_sample(
@@ -275,13 +275,14 @@ def train_supervised(
     seed: int,
     progress: Callable[[int, int, float], None],
     stop: Callable[[], bool] = lambda: False,
+    images: Mapping[str, ImageFile] = NO_IMAGES,
 ) -> list[float]:
     """`section.epochs` passes over the episodes (samples of one `trajectory_id`) in random order;
     returns the mean loss per token, in nats, of every optimizer step.
 
     `progress(step, total, loss)` is called after each. Training ends early when `stop()` is true
     before a step. Gradient norm limit and micro-batch size are the trainer's. `make(settings,
-    steps)`: the trainer that makes the steps.
+    steps)`: the trainer that makes the steps. `images`: those of the samples, by digest.
     """
     settings = SFTSection(
         epochs=section.epochs,
@@ -306,9 +307,10 @@ def train_supervised(
     for batch in batches:
         if stop():
             break
-        losses.append(
-            supervised.step([sample for name in batch for sample in episodes[name]])["sft/loss"]
-        )
+        shown = [sample for name in batch for sample in episodes[name]]
+        if images:
+            supervised.show(images_of_samples(shown, images))
+        losses.append(supervised.step(shown)["sft/loss"])
         progress(len(losses), len(batches), losses[-1])
 
     return losses

@@ -6,23 +6,27 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from seeing_chats import seeing_chat
 
 from agentevo.api.run import train
-from agentevo.config import build_config
+from agentevo.config import ColdStartSection, build_config
 from agentevo.errors import ConfigError
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.files.save import save_model
+from agentevo.models.tiny_tokenizer import byte_tokenizer
 from agentevo.observability import read_metrics
 from agentevo.rollout.tasks import environment_seed
 from agentevo.runs.orchestration.cold_start import solver_samples
 from agentevo.runs.orchestration.components import open_components
 from agentevo.runs.orchestration.players import make_environment
+from agentevo.training.supervised import train_supervised
 
 
 def demonstrations(parts, view):
     section = parts.config.cold_start
     return solver_samples(
         parts.config, parts.chat, section.episodes, section.random_action_rate, view
-    )
+    ).samples
 
 
 def with_parts(config, tmp_path, work):
@@ -74,6 +78,39 @@ def test_demonstrations_train_what_the_solver_says(memory, small_config, quiet_v
             for answer in answers
         ]
         assert [environment.step(action)[4]["success"] for action in actions][-1]
+
+
+def test_demonstrations_in_pictures_have_their_images(small_config, quiet_view, tmp_path):
+    config = small_config(tmp_path / "run", "environment.observation=image")
+    samples, images = solver_samples(config, seeing_chat(), 2, 0.0, quiet_view())
+    spans = [span for sample in samples for span in sample.images]
+    assert {span.digest for span in spans} <= {*images}
+    assert len(samples) == 2 and all(sample.images and sample.processor for sample in samples)
+
+    class Recorder:
+        """A trainer that must have been shown exactly the images of its samples."""
+
+        def show(self, files):
+            self.shown = {*files}
+
+        def step(self, samples):
+            assert self.shown == {span.digest for sample in samples for span in sample.images}
+            return {"sft/loss": 1.0}
+
+    losses = train_supervised(
+        samples,
+        ColdStartSection(epochs=2, batch_episodes=1),
+        config.trainer,
+        make=lambda settings, steps: Recorder(),
+        seed=0,
+        progress=lambda *_: None,
+        images=images,
+    )
+    assert losses == [1.0] * 4
+
+    blind = ChatFormat(byte_tokenizer(1024))
+    with pytest.raises(ConfigError, match=r"reads text alone: .*environment.observation=text"):
+        solver_samples(config, blind, 2, 0.0, quiet_view())
 
 
 def test_an_environment_without_a_solver_is_refused(quiet_view, tmp_path):

@@ -249,6 +249,17 @@ def test_what_is_missing_is_said_before_anything_is_created(tmp_path, small_conf
         check_preference(unsolved)
 
 
+def test_pairs_with_a_solver_in_pictures_are_refused():
+    config = build_config(
+        {
+            "environment": {"type": "frozen_lake", "observation": "image"},
+            "algorithm": {"name": "dpo", "pairs": "demonstrations"},
+        }
+    )
+    with pytest.raises(ConfigError, match=r"can't show the solver's images .*best_worst"):
+        check_preference(config)
+
+
 def test_another_file_is_another_run(tmp_path, pair_file, quiet_view):
     settings = [
         "algorithm.name=orpo",

@@ -4,8 +4,10 @@ begins with a policy that knows the format and the basics."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from agentevo.config import RunConfig
+from agentevo.errors import ConfigError
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.compute.adapters import dropping_out
 from agentevo.observability import LiveView
@@ -16,6 +18,15 @@ from agentevo.runs.orchestration.rollout_sources import StopAskedError
 from agentevo.runtime.seeds import derive_seed
 from agentevo.training.supervised import conversation_sample, train_supervised
 from agentevo.types import Sample
+from agentevo.types.images import ImageFile
+
+
+class SolverSamples(NamedTuple):
+    """The solver's answers to train on."""
+
+    samples: list[Sample]
+    images: dict[str, ImageFile]
+    """Maps a digest to an image of the samples."""
 
 
 def solver_samples(
@@ -25,10 +36,12 @@ def solver_samples(
     random_action_rate: float,
     view: LiveView,
     stop: Callable[[], bool] = lambda: False,
-) -> list[Sample]:
+) -> SolverSamples:
     """Samples of the solver's answers in `episodes` episodes, on seeds that nothing else uses.
-    Raises as `solver_episodes`, and StopAskedError when `stop()` is true after an episode."""
+    Raises as `solver_episodes`, StopAskedError when `stop()` is true after an episode, and
+    ConfigError for images that the model can't see."""
     samples: list[Sample] = []
+    images: dict[str, ImageFile] = {}
     played = solver_episodes(
         config,
         episodes,
@@ -40,14 +53,21 @@ def solver_samples(
         if stop():
             raise StopAskedError("stopped while the solver played")
 
+        if shown.images and chat.processor is None:
+            raise ConfigError(
+                "environment: its observations have images, and the model reads text alone: choose "
+                "a vision-language model, or observations as text (environment.observation=text)"
+            )
+
+        images |= shown.images
         samples.extend(
-            conversation_sample(messages, chat, f"demonstration-{index}")
+            conversation_sample(messages, chat, f"demonstration-{index}", shown.images)
             for messages in shown.conversations
         )
         if index % 50 == 0:
             view.phase("demonstrating", f"episode {index}/{episodes}")
 
-    return samples
+    return SolverSamples(samples, images)
 
 
 def cold_start(
@@ -60,7 +80,7 @@ def cold_start(
     `solver_samples`. A stop during training ends it before its next step."""
     config = parts.config
     section = config.cold_start
-    samples = solver_samples(
+    samples, images = solver_samples(
         config, parts.chat, section.episodes, section.random_action_rate, view, stop
     )
     seed = derive_seed(config.run.seed, "cold-start")
@@ -75,6 +95,7 @@ def cold_start(
                 "cold start", f"{done}/{total}, loss {loss:.3f} nats per token"
             ),
             stop=stop,
+            images=images,
         )
 
     trained = sum(s.num_trained for s in samples) * section.epochs

@@ -265,9 +265,10 @@ def load_sft_data(
 
     if section.demonstrations:
         assert chat is not None
-        samples = solver_samples(
+        samples, shown_images = solver_samples(
             config, chat, section.demonstrations, section.random_action_rate, view, stop
         )
+        conversations.images |= shown_images
         conversations.train |= _fitting(samples, "demonstrations", limit, conversations.reports)
 
     if section.best_of is not None:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from agentevo.agents import AgentFunction, FunctionAgent, make_agent
 from agentevo.agents.environment_agent import Demonstration, demonstrate, first_messages
 from agentevo.agents.environment_thread import SoloEnvironment
@@ -16,7 +14,9 @@ from agentevo.agents.task_agent import asks_once, check_agent_names
 from agentevo.config import EnvironmentAgentSection, RunConfig
 from agentevo.config.algorithm_functions import check_names
 from agentevo.config.judges import check_calibrated
+from agentevo.data.message_images import inline_images
 from agentevo.environments import TextEnvironment, make, mean_baselines
+from agentevo.environments.observation import read_observation, text_of
 from agentevo.environments.step_results import read_reset
 from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.inference.remote_models.model import check_keys
@@ -135,8 +135,11 @@ def reference_players(
         return None
 
 
-def check_solver(config: RunConfig, who_asks: str, *, may_fail: bool = False) -> None:
-    """Raises ConfigError if the environment has no solver. The error contains `who_asks`, which
+def check_solver(
+    config: RunConfig, who_asks: str, *, may_fail: bool = False
+) -> Demonstration | None:
+    """An episode of the solver, or None if it may fail and does. Raises ConfigError if the
+    environment has no solver. The error contains `who_asks`, which
     names the key that needs the solver and the remedy. `may_fail`: the caller leaves out episodes
     in which the environment fails, so a failure is not an error."""
     seed = environment_seed(config.run.seed, "demonstration", 0)
@@ -147,13 +150,15 @@ def check_solver(config: RunConfig, who_asks: str, *, may_fail: bool = False) ->
             )
         except EnvironmentFailure as error:
             if may_fail:
-                return
+                return None
             raise ConfigError(
                 f"environment {solo.name}: its solver fails ({error}), and {who_asks}"
             ) from error
 
     if shown is None:
         raise ConfigError(f"environment {solo.name} has no solver, which {who_asks}")
+
+    return shown
 
 
 def corpus_of(config: RunConfig) -> Iterable[str]:
@@ -175,7 +180,8 @@ def corpus_of(config: RunConfig) -> Iterable[str]:
     def episode(environment: TextEnvironment, seed: int) -> list[str]:
         lists_actions = type(environment).random_action is not TextEnvironment.random_action
         shown = demonstrate(environment, seed, agent, 0.5 if lists_actions else 0.0)
-        opening = first_messages(environment, read_reset(environment.reset(seed=seed)), agent)
+        seen = read_observation(read_reset(environment.reset(seed=seed)), "reset")
+        opening = first_messages(environment, text_of(seen), agent)
         conversations = [opening] if shown is None else shown.conversations
         return [message.text for messages in conversations for message in messages]
 
@@ -251,5 +257,5 @@ def demonstration_rows(
             for messages in shown.conversations:
                 yield {
                     "id": f"demonstration-{index}",
-                    "messages": [msgspec.to_builtins(message) for message in messages],
+                    "messages": [inline_images(message, shown.images) for message in messages],
                 }

@@ -125,10 +125,15 @@ def check_preference(config: RunConfig) -> None:
                 "another one with run.dir"
             )
     elif algorithm.pairs == "demonstrations":
-        check_solver(
+        shown = check_solver(
             config,
             "algorithm.pairs=demonstrations asks: set algorithm.pairs=best_worst",
         )
+        if shown is not None and shown.images:
+            raise ConfigError(
+                "algorithm.pairs=demonstrations can't show the solver's images to the trainer yet: "
+                "set algorithm.pairs=best_worst, or environment.observation=text"
+            )
 
 
 def check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, key: str, model: str) -> None:
