@@ -14,19 +14,23 @@ from agentevo.environments.browser import BrowserConfig, BrowserEnvironment, Gra
 pytestmark = pytest.mark.slow
 
 FORM = """<!doctype html><title>Form</title><body style="margin: 0; font: 14px sans-serif">
-<input id="name" placeholder="name" style="position: absolute; left: 0; top: 0; width: 200px; height: 30px">
-<button id="ok" style="position: absolute; left: 200px; top: 150px; width: 100px; height: 30px"
-  onclick="setTimeout(() => log('sent ' + document.querySelector('#name').value), 100)">Send</button>
-<a id="next" href="NEXT" style="position: absolute; left: 0; top: 100px">next</a>
-<span id="twice" ondblclick="log('twice')" style="position: absolute; left: 0; top: 150px">twice</span>
+<style>body > * { position: absolute; left: 0 }</style>
+<input id="name" placeholder="name" style="top: 0; width: 200px; height: 30px">
+<button id="ok" style="left: 200px; top: 150px; width: 100px; height: 30px"
+  onclick="setTimeout(() => log('sent ' + nameField.value), 100)">Send</button>
+<a id="next" href="NEXT" style="top: 100px">next</a>
+<span id="twice" ondblclick="log('twice')" style="top: 150px">twice</span>
 <button id="hidden" style="display: none">no</button>
-<div id="drag" style="position: absolute; left: 0; top: 200px; width: 40px; height: 40px; background: red"
+<div id="drag" style="top: 200px; width: 40px; height: 40px; background: red"
   onmousedown="this.held = true"></div>
-<p id="log" style="position: absolute; left: 0; top: 250px">empty</p>
-<div style="height: 2000px"></div>
+<p id="log" style="top: 250px">empty</p>
+<div style="top: 300px; height: 2000px"></div>
 <script>
+  const nameField = document.querySelector('#name');
   const log = (text) => { document.querySelector('#log').textContent = text; };
-  addEventListener('mouseup', (e) => { if (drag.held) log('dropped at ' + e.clientX + ' ' + e.clientY); });
+  addEventListener('mouseup', (e) => {
+    if (drag.held) log('dropped at ' + e.clientX + ' ' + e.clientY);
+  });
   addEventListener('keydown', (e) => { if (e.key === 'F2') log('pressed'); });
   addEventListener('scroll', () => { log('scrolled ' + scrollY); });
 </script>"""
@@ -111,7 +115,10 @@ def test_impossible_actions_are_invalid(open_page: Open) -> None:
 
 
 RANDOM_PAGE = """<body><canvas id="c" width="300" height="200"></canvas><p id="t"></p>
-<input autofocus><style>@keyframes go { to { margin-left: 99px } } p { animation: go 1s infinite }</style>
+<input autofocus><style>
+  @keyframes go { to { margin-left: 99px } }
+  p { animation: go 1s infinite }
+</style>
 <script>
   const pen = c.getContext("2d");
   const draw = (time) => {
@@ -162,8 +169,14 @@ def test_observations(open_page: Open) -> None:
     assert plain["multi_modal_data"] != marked["multi_modal_data"]
 
 
-STEPS = """<button onclick="n++; out.textContent = 'clicks: ' + n; history.pushState({}, '', '?n=' + n)">
-more</button><p id="out"></p><script>let n = 0</script>"""
+STEPS = """<button onclick="count()">more</button><p id="out"></p><script>
+  let n = 0;
+  const count = () => {
+    n++;
+    out.textContent = 'clicks: ' + n;
+    history.pushState({}, '', '?n=' + n);
+  };
+</script>"""
 
 
 def test_rules_about_the_page(open_page: Open) -> None:

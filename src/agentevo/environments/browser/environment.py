@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -33,11 +34,14 @@ from agentevo.environments.browser.observation import make_observation
 from agentevo.environments.browser.page_rules import Rule, RuleBook
 from agentevo.environments.browser.page_session import ActionRefused, PageSession, PageSettings
 from agentevo.environments.browser.permissions import permissions_for
-from agentevo.environments.browser.process import find_chromium, shared_browser
+from agentevo.environments.browser.process import CLOSE_S, find_chromium, shared_browser
 from agentevo.environments.environment import EnvironmentConfig, TextEnvironment, environments
 from agentevo.errors import EnvironmentFailure
 
 T = TypeVar("T")
+
+CLOSING_S = 3 * CLOSE_S
+"""The longest end of a page, in seconds: an orderly one, and a kill of Chromium."""
 
 
 class PageConfig(EnvironmentConfig):
@@ -201,7 +205,8 @@ class PageEnvironment(TextEnvironment):
         try:
             return self._browser.call(work, self.config.deadline_s)
         except EnvironmentFailure:
-            self.close()
+            with suppress(EnvironmentFailure):  # the first failure is the reason
+                self.close()
             raise
 
     def evaluate(self, expression: str, world: Literal["isolated", "page"] = "isolated") -> Any:
@@ -309,7 +314,7 @@ class PageEnvironment(TextEnvironment):
         self._running = False
         session, self._session = self._session, None
         if session is not None:
-            self._browser.call(session.close, self.config.deadline_s)
+            self._browser.call(session.close, CLOSING_S)
 
 
 @environments.register("browser")

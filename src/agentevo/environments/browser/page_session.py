@@ -26,7 +26,15 @@ from agentevo.environments.browser.process import BrowserProcess, driver_error, 
 from agentevo.errors import EnvironmentFailure
 
 if TYPE_CHECKING:
-    from playwright.async_api import BrowserContext, CDPSession, Dialog, Locator, Page, Request, Route
+    from playwright.async_api import (
+        BrowserContext,
+        CDPSession,
+        Dialog,
+        Locator,
+        Page,
+        Request,
+        Route,
+    )
 
 T = TypeVar("T")
 
@@ -75,6 +83,15 @@ class View:
 @cache
 def _page_script() -> str:
     return files(__package__).joinpath("page_script.js").read_text("utf-8")
+
+
+def _is_in_page(request: Request) -> bool:
+    """Whether a request is for a part of a page. A part that is not allowed shows an error; a page
+    that is not allowed leaves the current one as it is."""
+    try:
+        return not request.is_navigation_request() or request.frame.parent_frame is not None
+    except driver_error():  # a new window has no frame yet
+        return False
 
 
 class PageSession:
@@ -163,8 +180,7 @@ class PageSession:
                 await route.continue_()
             else:
                 self.events.record_blocked(url)
-                # An aborted navigation leaves the page as it is.
-                await route.abort("aborted")
+                await route.abort("blockedbyclient" if _is_in_page(route.request) else "aborted")
 
     async def _answer_socket(self, socket: Any) -> None:
         with suppress(driver_error()):
@@ -397,6 +413,8 @@ class PageSession:
 
     async def _look(self, screenshot: bool, tree: bool, text: bool) -> View:
         page = self.page
+        if tree:
+            await self._remove_dead_frames()
         return View(
             url=page.url,
             tree=await page.aria_snapshot(mode="ai", boxes=True, timeout=0) if tree else "",
@@ -407,6 +425,18 @@ class PageSession:
             if screenshot
             else b"",
         )
+
+    async def _remove_dead_frames(self) -> None:
+        """Removes frames whose address Chromium refuses: they never load, and the accessibility
+        tree would wait for them."""
+        for frame in self.page.frames[1:]:
+            if frame.url:
+                continue
+            element = await frame.frame_element()
+            url = urljoin(self.page.url, await element.get_attribute("src") or "")
+            if not self._permissions.allow(url):
+                self.events.record_blocked(url)
+                await element.evaluate("(element) => element.remove()")
 
     async def _text(self) -> str:
         """The visible text, cut in the page so that a huge one never leaves it."""

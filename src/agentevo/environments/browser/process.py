@@ -162,6 +162,8 @@ class BrowserProcess:
             self._browser = await self._playwright.chromium.launch(
                 executable_path=self._executable or None,
                 args=flags,
+                # At most one window for each action of the player, so that no loop floods us.
+                ignore_default_args=["--disable-popup-blocking"],
                 handle_sigint=False,
                 handle_sigterm=False,
                 handle_sighup=False,
