@@ -125,18 +125,14 @@ class BrowserProcess:
     async def open_context(self, **options: Any) -> BrowserContext:
         """A new context. Starts Chromium if it does not run. Call it on the loop."""
         async with self._starting:
-            if self._browser is None or not self._browser.is_connected():
-                await self._stop()
-                try:
-                    await self._launch()
-                except BaseException:
-                    await self._stop()
-                    raise
+            if self._browser is not None and self._browser.is_connected():
+                with suppress(driver_error()):  # the driver has died without a word
+                    return await self._browser.new_context(**options)
 
-            assert self._browser is not None
+            await self._stop()
             try:
-                return await self._browser.new_context(**options)
-            except driver_error():
+                return await (await self._launch()).new_context(**options)
+            except BaseException:
                 await self._stop()
                 raise
 
@@ -150,7 +146,7 @@ class BrowserProcess:
         except TimeoutError:
             self._kill()
 
-    async def _launch(self) -> None:
+    async def _launch(self) -> Browser:
         module = load_extra("playwright.async_api", "browser", "the environment `browser`")
         self._tag = f"--agentevo-browser={uuid.uuid4().hex}"
         flags = [*FLAGS, self._tag, f"--host-resolver-rules={self._resolver_rules}"]
@@ -169,6 +165,7 @@ class BrowserProcess:
                 handle_sighup=False,
                 timeout=LAUNCH_S * 1000,
             )
+            return self._browser
 
     async def _stop(self) -> None:
         browser, playwright = self._browser, self._playwright
