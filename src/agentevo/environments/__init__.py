@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from agentevo.environments import (  # noqa: F401 (the imports register the environments)
     bandit,
+    browser,
     coins,
     countdown,
     frozen_lake,

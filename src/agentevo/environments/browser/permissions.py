@@ -1,0 +1,114 @@
+"""Which addresses a page may ask for: the host of the start URL, the hosts that a recipe allows,
+and, if the start URL is a file, the files of its folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from agentevo.errors import ConfigError
+
+PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
+"""The schemes that reach a host, with their usual ports."""
+
+
+@dataclass(frozen=True)
+class Permissions:
+    """The addresses that are open to a page. `hosts` has the forms `host` (all ports), `host:port`
+    and `*.host` (all subdomains). `folder` contains the files that a page may read."""
+
+    hosts: tuple[str, ...]
+    folder: Path | None = None
+
+    def allow(self, url: str) -> bool:
+        """Whether a page may ask for `url`."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError:
+            return False
+
+        if parts.scheme in ("data", "blob"):
+            return True
+        if parts.scheme == "about":
+            return parts.path in ("blank", "srcdoc")
+        if parts.scheme == "file":
+            return self._allow_file(parts.netloc, parts.path)
+        if parts.scheme not in PORTS or not parts.hostname:
+            return False
+        return any(
+            _matches(pattern, parts.hostname, port or PORTS[parts.scheme]) for pattern in self.hosts
+        )
+
+    def _allow_file(self, host: str, path: str) -> bool:
+        if self.folder is None or host not in ("", "localhost"):
+            return False
+        return Path(unquote(path)).resolve().is_relative_to(self.folder)
+
+    @property
+    def resolver_rules(self) -> str:
+        """The value of Chromium's `--host-resolver-rules` that makes all other hosts unknown. It
+        also holds for redirects, which the interception of requests does not see."""
+        names = sorted({_split_port(pattern)[0] for pattern in self.hosts})
+        return ", ".join(["MAP * ~NOTFOUND", *(f"EXCLUDE {name}" for name in names)])
+
+
+def permissions_for(
+    url: str, allowed_hosts: tuple[str, ...], folder: Path | None = None
+) -> Permissions:
+    """The permissions of an environment that starts at `url`. `folder` defaults to the folder of a
+    file. Raises ConfigError for an address that can't be opened."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"environment.url: {url!r} is not an address: {error}") from error
+
+    for pattern in allowed_hosts:
+        if not _is_pattern(pattern):
+            raise ConfigError(
+                f"environment.allowed_hosts: {pattern!r} is not a host: write example.com, "
+                "example.com:8080 or *.example.com"
+            )
+
+    if parts.scheme == "file":
+        path = Path(unquote(parts.path)).resolve()
+        if not path.is_file():
+            raise ConfigError(f"environment.url: there is no file {path}")
+        return Permissions(allowed_hosts, (folder or path.parent).resolve())
+
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"environment.url: {url!r} is not an address of a page: write http://HOST/..., "
+            "https://HOST/... or file:///FOLDER/PAGE.html"
+        )
+
+    return Permissions(
+        (f"{_bracket(parts.hostname)}:{port or PORTS[parts.scheme]}", *allowed_hosts)
+    )
+
+
+def _is_pattern(pattern: str) -> bool:
+    name, _ = _split_port(pattern)
+    bare = name.removeprefix("*.")
+    return bool(bare) and not any(letter in bare for letter in "/*, @?#") and "://" not in bare
+
+
+def _split_port(pattern: str) -> tuple[str, int | None]:
+    name, colon, port = pattern.rpartition(":")
+    if colon and port.isdecimal() and (":" not in name or name.endswith("]")):
+        return name.lower(), int(port)
+    return pattern.lower(), None
+
+
+def _matches(pattern: str, host: str, port: int) -> bool:
+    name, only_port = _split_port(pattern)
+    if only_port is not None and port != only_port:
+        return False
+    host = _bracket(host.lower())
+    return host.endswith(name[1:]) if name.startswith("*.") else host == name
+
+
+def _bracket(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

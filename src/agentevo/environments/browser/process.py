@@ -1,0 +1,246 @@
+"""One Chromium of this process for all of its browser environments, driven by Playwright on a
+thread with an event loop.
+
+Environments are synchronous: each of their calls waits for a coroutine on that loop, with a
+deadline. If Chromium or Playwright's driver dies, the calls of all open pages raise
+EnvironmentFailure, and the next episode starts a new one. Chromium ends with this process: at a
+normal exit by `close_browsers`, and after a kill because the driver's input closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import psutil
+
+from agentevo.errors import ConfigError, EnvironmentFailure
+from agentevo.runtime.extras import load_extra
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser, BrowserContext, Playwright
+
+T = TypeVar("T")
+
+FLAGS = (
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-smooth-scrolling",
+    "--disable-lcd-text",
+    "--font-render-hinting=none",
+    "--force-color-profile=srgb",
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+)
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+LAUNCH_S = 120.0
+"""The longest start of Chromium, in seconds."""
+CLOSE_S = 10.0
+"""The longest orderly end of a page or of Chromium, in seconds. After that it is killed."""
+GRACE_S = 15.0
+"""How long a call may outlast its deadline before the whole loop counts as blocked, in seconds."""
+
+
+def find_chromium(executable: str) -> str:
+    """The path of Chromium. `executable` is a recipe's choice, or empty: the program in PATH, then
+    Playwright's own download (an empty path). Raises ConfigError, and MissingExtraError without
+    Playwright."""
+    load_extra("playwright.async_api", "browser", "the environment `browser`")
+    if executable:
+        path = shutil.which(executable)
+        if path is None:
+            raise ConfigError(f"environment.executable: there is no program {executable!r}")
+        return path
+
+    for name in PROGRAMS:
+        if path := shutil.which(name):
+            return path
+
+    downloads = Path(
+        os.environ.get("PLAYWRIGHT_BROWSERS_PATH") or Path.home() / ".cache/ms-playwright"
+    )
+    if any(downloads.glob("chromium*")):
+        return ""
+    raise ConfigError(
+        "the environment `browser` needs Chromium: `apt-get install chromium`, `playwright "
+        "install chromium`, or environment.executable=PATH"
+    )
+
+
+def driver_error() -> type[Exception]:
+    """The base class of Playwright's exceptions."""
+    module = load_extra("playwright.async_api", "browser", "the environment `browser`")
+    error: type[Exception] = module.Error
+    return error
+
+
+class BrowserProcess:
+    """Chromium, which starts at the first page and starts again after a crash. Use
+    `shared_browser`."""
+
+    def __init__(self, executable: str, resolver_rules: str) -> None:
+        self._executable = executable
+        self._resolver_rules = resolver_rules
+        self._tag = ""
+        self._playwright: Playwright | None = None
+        self._browser: Browser | None = None
+        self._starting = asyncio.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="browser", daemon=True)
+        self._thread.start()
+
+    def call(self, work: Callable[[], Coroutine[Any, Any, T]], within_s: float) -> T:
+        """Runs a coroutine on the loop, from another thread. Raises EnvironmentFailure after
+        `within_s`, and for all that Playwright raises."""
+        future = asyncio.run_coroutine_threadsafe(self._guard(work, within_s), self._loop)
+        try:
+            return future.result(within_s + GRACE_S)
+        except TimeoutError as error:
+            future.cancel()
+            raise EnvironmentFailure(
+                f"the thread of the browser did not answer within {within_s + GRACE_S:g} s"
+            ) from error
+
+    async def _guard(self, work: Callable[[], Coroutine[Any, Any, T]], within_s: float) -> T:
+        try:
+            async with asyncio.timeout(within_s):
+                return await work()
+        except TimeoutError as error:
+            raise EnvironmentFailure(
+                f"the page did not answer within environment.deadline_s={within_s:g} s"
+            ) from error
+        except driver_error() as error:
+            raise EnvironmentFailure(f"the browser failed: {first_line(error)}") from error
+
+    async def open_context(self, **options: Any) -> BrowserContext:
+        """A new context. Starts Chromium if it does not run. Call it on the loop."""
+        async with self._starting:
+            if self._browser is not None and self._browser.is_connected():
+                with suppress(driver_error()):  # the driver has died without a word
+                    return await self._browser.new_context(**options)
+
+            await self._stop()
+            try:
+                return await (await self._launch()).new_context(**options)
+            except BaseException:
+                await self._stop()
+                raise
+
+    async def end_context(self, context: BrowserContext) -> None:
+        """Closes a context. If that takes too long, the whole Chromium is replaced."""
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await context.close()
+        except driver_error():
+            return  # its Chromium has ended
+        except TimeoutError:
+            self._kill()
+
+    async def _launch(self) -> Browser:
+        module = load_extra("playwright.async_api", "browser", "the environment `browser`")
+        self._tag = f"--agentevo-browser={uuid.uuid4().hex}"
+        flags = [*FLAGS, self._tag, f"--host-resolver-rules={self._resolver_rules}"]
+        if os.geteuid() == 0:
+            flags.append("--no-sandbox")  # Chromium as root does not start without it
+
+        async with asyncio.timeout(LAUNCH_S):
+            self._playwright = await module.async_playwright().start()
+            self._browser = await self._playwright.chromium.launch(
+                executable_path=self._executable or None,
+                args=flags,
+                # At most one window for each action of the player, so that no loop floods us.
+                ignore_default_args=["--disable-popup-blocking"],
+                handle_sigint=False,
+                handle_sigterm=False,
+                handle_sighup=False,
+                timeout=LAUNCH_S * 1000,
+            )
+            return self._browser
+
+    async def _stop(self) -> None:
+        browser, playwright = self._browser, self._playwright
+        self._browser = self._playwright = None
+        processes = self._processes()
+        for item, end in ((browser, "close"), (playwright, "stop")):
+            if item is not None:
+                with suppress(TimeoutError, driver_error()):  # a dead one has nothing to end
+                    async with asyncio.timeout(CLOSE_S):
+                        await getattr(item, end)()
+
+        _kill_all(processes)
+
+    def _kill(self) -> None:
+        _kill_all(self._processes())
+
+    def _processes(self) -> list[psutil.Process]:
+        """The main process of Chromium, and Playwright's driver above it."""
+        if not self._tag:
+            return []
+
+        children: list[psutil.Process] = []
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                if self._tag in process.cmdline():
+                    children.append(process)
+                    parent = process.parent()
+                    if parent is not None and parent.pid != os.getpid():
+                        children.append(parent)
+        return children
+
+    def close(self) -> None:
+        """Ends Chromium and the thread."""
+        processes = self._processes()
+        future = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
+        with suppress(TimeoutError):
+            future.result(2 * CLOSE_S + GRACE_S)
+        _kill_all(processes)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an exception's message, at most 300 characters."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def _kill_all(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(processes, timeout=CLOSE_S)
+
+
+_shared: dict[tuple[int, str, str], BrowserProcess] = {}
+_lock = threading.Lock()
+
+
+def shared_browser(executable: str, resolver_rules: str) -> BrowserProcess:
+    """The Chromium of this process with this program and these hosts."""
+    key = (os.getpid(), executable, resolver_rules)
+    with _lock:
+        if key not in _shared:
+            _shared[key] = BrowserProcess(executable, resolver_rules)
+        return _shared[key]
+
+
+def close_browsers() -> None:
+    """Ends all Chromiums of this process. Later episodes start new ones."""
+    with _lock:
+        browsers = [_shared.pop(key) for key in list(_shared) if key[0] == os.getpid()]
+    for browser in browsers:
+        browser.close()
+
+
+atexit.register(close_browsers)

@@ -1,0 +1,84 @@
+"""Which addresses a page may ask for."""
+
+from pathlib import Path
+
+import pytest
+
+from agentevo.environments.browser.permissions import permissions_for
+from agentevo.errors import ConfigError
+
+
+def test_hosts() -> None:
+    permissions = permissions_for(
+        "http://127.0.0.1:80/a", ("*.example.com", "cdn.org:8443", "plain.net", "[::1]:81")
+    )
+
+    for url in (
+        "http://127.0.0.1/b",
+        "ws://127.0.0.1/socket",
+        "https://a.b.example.com:99/",
+        "https://CDN.org:8443/",
+        "http://plain.net:1/",
+        "http://[::1]:81/",
+        "data:text/html,hi",
+        "about:blank",
+    ):
+        assert permissions.allow(url), url
+    for url in (
+        "http://127.0.0.1:5432/",
+        "http://127.0.0.1@evil.org/",
+        "https://example.com/",
+        "https://notexample.com/",
+        "https://cdn.org/",
+        "http://[::1]/",
+        "file:///etc/passwd",
+        "chrome://version",
+        "view-source:http://127.0.0.1/b",
+        "javascript:alert(1)",
+        "http://127.0.0.1:99999/",
+        "ftp://plain.net/",
+        "",
+    ):
+        assert not permissions.allow(url), url
+
+    assert permissions.resolver_rules == (
+        "MAP * ~NOTFOUND, EXCLUDE *.example.com, EXCLUDE 127.0.0.1, EXCLUDE [::1], "
+        "EXCLUDE cdn.org, EXCLUDE plain.net"
+    )
+
+
+def test_only_the_folder_of_a_file(tmp_path: Path) -> None:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    page = folder / "a b.html"
+    page.write_text("hi")
+    (tmp_path / "secret").write_text("key")
+    (folder / "link").symlink_to(tmp_path / "secret")
+
+    permissions = permissions_for(page.as_uri(), ())
+
+    assert permissions.allow(page.as_uri())
+    assert permissions.allow(f"file://localhost{folder}/other.css")
+    assert not permissions.allow(f"file://{folder}/../secret")
+    assert not permissions.allow(f"file://{folder}/%2e%2e/secret")
+    assert not permissions.allow((folder / "link").as_uri())
+    assert not permissions.allow(f"file://server{page}")
+    assert not permissions.allow("http://127.0.0.1/")
+
+
+@pytest.mark.parametrize(
+    ("url", "hosts", "reason"),
+    [
+        ("example.com", (), "is not an address of a page"),
+        ("chrome://version", (), "is not an address of a page"),
+        ("http://", (), "is not an address of a page"),
+        ("http://host:99999/", (), "is not an address"),
+        ("file:///no/such/file.html", (), "there is no file"),
+        ("http://host/", ("https://other/",), "is not a host"),
+        ("http://host/", ("*",), "is not a host"),
+        ("http://host/", ("a, EXCLUDE *",), "is not a host"),
+    ],
+)
+def test_bad_addresses_are_refused(url: str, hosts: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        permissions_for(url, hosts)

@@ -1,0 +1,88 @@
+"""A site on this machine for tests in a browser, and the processes of Chromium."""
+
+from __future__ import annotations
+
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import psutil
+
+HUGE_MB = 100
+DEADLINE_S = 240.0
+
+
+class Site(ThreadingHTTPServer):
+    """Serves `pages`, by path. `asked` has the paths of all requests."""
+
+    def __init__(self) -> None:
+        self.pages: dict[str, str] = {}
+        self.asked: list[str] = []
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Site
+
+    def do_GET(self) -> None:
+        path, _, query = self.path.partition("?")
+        self.server.asked.append(path)
+        if path == "/redirect":
+            self.send_response(302)
+            self.send_header("Location", query)
+            self.end_headers()
+        elif path == "/download":
+            self._send(b"x" * 1000, "application/octet-stream", attachment=True)
+        elif path == "/huge":
+            self._send_huge()
+        elif path in self.server.pages:
+            self._send(self.server.pages[path].encode(), "text/html; charset=utf-8")
+        else:
+            self.send_error(404)
+
+    def _send(self, content: bytes, kind: str, attachment: bool = False) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        if attachment:
+            self.send_header("Content-Disposition", "attachment; filename=evil.exe")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _send_huge(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        line = b"<p>" + b"all work and no play " * 50_000 + b"</p>"
+        try:
+            for _ in range(HUGE_MB * 1_000_000 // len(line)):
+                self.wfile.write(line)
+        except OSError:
+            pass  # the browser has gone
+
+    def log_message(self, *words: Any) -> None:
+        """Quiet."""
+
+
+def browser_processes() -> list[psutil.Process]:
+    """The processes of Chromium below this one."""
+    names = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if "chrom" in process.name() and process.status() != psutil.STATUS_ZOMBIE:
+                names.append(process)
+        except psutil.Error:
+            continue
+    return names
+
+
+def wait_for_no_process(limit_s: float = DEADLINE_S) -> None:
+    """Waits until no process of Chromium is left."""
+    deadline = time.monotonic() + limit_s
+    while (left := browser_processes()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
