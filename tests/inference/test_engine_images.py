@@ -30,7 +30,9 @@ QUICK = ("qwen2_vl", "idefics3")
 SLOW = tuple(name for name in (*FAMILIES, *VARIANTS) if name not in QUICK)
 ROWS = ("qwen3_5", "qwen3_5_linear", "gemma3", "gemma4_vision")
 EVERY = [*QUICK, *slow(*SLOW)]
-RED, BLUE, TALL = picture(1), picture(2), picture(3, 24, 48)
+RED = picture(1)
+BLUE = picture(2)
+TALL = picture(3, 24, 48)
 PATIENCE_S = 300.0
 
 

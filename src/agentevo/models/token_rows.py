@@ -59,11 +59,9 @@ def token_logits(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
     if not banned or not logits.numel():
         return logits
 
-    import torch
-
-    columns = torch.tensor(banned, device=logits.device)
-    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return exact.index_fill(-1, columns, LOWEST)
+    exact = logits.float() if logits.element_size() < 4 else logits.clone()
+    exact[..., list(banned)] = LOWEST
+    return exact
 
 
 def causal_model(model: PreTrainedModel) -> Any:

@@ -141,7 +141,9 @@ def test_equal_seeds_give_equal_bytes(open_page: Open) -> None:
             assert observation["obs_str"].count("<image>") == 1
         return [seen["multi_modal_data"]["<image>"][0] for seen in observations]
 
-    first, same, different = pictures(1), pictures(1), pictures(2)
+    first = pictures(1)
+    same = pictures(1)
+    different = pictures(2)
 
     assert first == same
     assert first[0] != different[0]

@@ -156,7 +156,9 @@ class PageSession:
 
     async def close(self) -> None:
         """Closes the context."""
-        context, self._context, self._page = self._context, None, None
+        context = self._context
+        self._context = None
+        self._page = None
         for task in self._tasks:
             task.cancel()
         if context is not None:

@@ -145,7 +145,9 @@ class EngineImages:
     def fit_chunk(self, sequence: EngineSequence, count: int) -> int:
         """How many tokens a pass computes of a sequence that could have `count`: not a part of an
         image whose tokens see each other."""
-        keys, first, end = sequence.ids, sequence.cached, sequence.cached + count
+        keys = sequence.ids
+        first = sequence.cached
+        end = first + count
         if not self.sees_both_ways or not self._cuts_image(keys, end):
             return count
 
