@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+FLOAT32_BYTES = 4
 LOWEST = -1e30
 """The score of tokens that have no probability, and the start of a running maximum. It is finite,
 so that zero times its distance is zero."""
@@ -59,11 +60,10 @@ def token_logits(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
     if not banned or not logits.numel():
         return logits
 
-    import torch
-
-    columns = torch.tensor(banned, device=logits.device)
-    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return exact.index_fill(-1, columns, LOWEST)
+    exact = logits.float() if logits.itemsize < FLOAT32_BYTES else logits
+    exact = exact.clone()
+    exact[..., list(banned)] = LOWEST
+    return exact
 
 
 def causal_model(model: PreTrainedModel) -> Any:
