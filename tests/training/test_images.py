@@ -3,155 +3,366 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from tiny_vision import FAMILIES, png
-from vision_models import SeeingModel, own_logits, seeing_model
+from seeing import FILES, Seeing, gradient_difference
+from slow import slow
+from tiny_vision import FAMILIES, write_tiny_vision
 
-from agentevo.models.compute.attention import NAME
-from agentevo.models.compute.rows import row_settings, use_rows
-from agentevo.models.token_rows import causal_model
+from agentevo.config import AlgorithmSection, TrainerSection
+from agentevo.errors import TrainingError
+from agentevo.models.compute.attention import Compute
+from agentevo.models.compute.rows import row_settings
+from agentevo.models.token_rows import token_logits
+from agentevo.models.vision.processor import VisionPrompt
+from agentevo.runs.audit.resampling import resample
 from agentevo.training.batching import row_groups
-from agentevo.training.batching.images import ImageProvider
+from agentevo.training.batching.images import LEFT_OUT, ImageProvider, token_sizes
 from agentevo.training.batching.packing import PackedBatch, pack
+from agentevo.training.batching.passes import micro_batches
+from agentevo.training.batching.routing import merge_keys
+from agentevo.training.batching.samples import trajectory_rows
+from agentevo.training.distribute import check_spread
 from agentevo.training.kernels.output_layer import token_logprobs
-from agentevo.types import ImagePart, Message, Sample, TextPart
+from agentevo.training.pairs import CandidateAnswer
+from agentevo.training.preference import mismatch_answers
+from agentevo.training.trainer import Trainer
+from agentevo.types import Sample, SamplingParams, Trajectory, Turn
+from agentevo.types.image_span import ImageSpan
 from agentevo.types.images import ImageFile, image_file
 
 CPU = torch.device("cpu")
-FILES = [
-    image_file(png(width, height, seed), "image/png")
-    for seed, (width, height) in enumerate([(16, 24), (24, 16), (16, 16)])
-]
 BY_DIGEST = {file.part.sha256: file for file in FILES}
-TREE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "internvl", "llava")
+TRAINED = 10
+TREES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "internvl", "llava", "gemma4")
+
+Read = Callable[[str, Compute], Seeing]
 
 
-def asking(*parts: str | ImageFile) -> Message:
-    return Message(
-        "user",
-        tuple(TextPart(p) if isinstance(p, str) else ImagePart(p.part.sha256) for p in parts),
-    )
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
+    """A tiny model of a family. The same object for every test."""
+    known: dict[tuple[str, str], Seeing] = {}
+
+    def get(family: str, compute: Compute) -> Seeing:
+        if (family, compute) not in known:
+            folder = write_tiny_vision(family, tmp_path_factory.mktemp(family))
+            known[family, compute] = Seeing.read(folder, compute)
+        return known[family, compute]
+
+    return get
 
 
-def sample_of(seeing: SeeingModel, name: str, messages: list[Message], trained: int = 12) -> Sample:
-    """A sample of a conversation, trained at its last tokens."""
-    prompt = seeing.processor.prompt(messages, BY_DIGEST)
-    mask = np.arange(len(prompt.ids)) >= len(prompt.ids) - trained
-    sample = Sample.given(name, "g", prompt.ids, mask)
-    return msgspec.structs.replace(
-        sample,
+def sample_of(seeing: Seeing, name: str, *parts: str | ImageFile) -> tuple[Sample, VisionPrompt]:
+    """A sample that is trained at its last tokens, and its tokens."""
+    prompt = seeing.prompt(*parts)
+    mask = np.arange(len(prompt.ids)) >= len(prompt.ids) - TRAINED
+    sample = msgspec.structs.replace(
+        Sample.given(name, "g", prompt.ids, mask),
         images=prompt.spans,
-        processor=seeing.processor.fingerprint,
-        advantages=np.linspace(-1, 1, trained),
+        processor=seeing.processor.fingerprint if prompt.spans else "",
     )
+    return sample, prompt
 
 
-def branches(seeing: SeeingModel) -> list[Sample]:
-    """A beginning with an image that three samples share; two of them see different images after
+def branches(seeing: Seeing) -> tuple[list[Sample], list[VisionPrompt]]:
+    """A beginning with an image that three samples share. Two of them see different images after
     it, and one sees the first image again."""
-    first = asking("look ", FILES[0], " closely")
-    return [
-        sample_of(seeing, "a", [first, Message("assistant", "yes"), asking(FILES[1], "and this?")]),
-        sample_of(seeing, "b", [first, Message("assistant", "yes"), asking(FILES[2], "and this?")]),
-        sample_of(seeing, "c", [first, Message("assistant", "no"), asking(FILES[0], "again")]),
-        sample_of(seeing, "d", [asking("only a text")]),
-    ]
+    beginning = ("look ", FILES[0], " closely. ")
+    told = (
+        sample_of(seeing, "a", *beginning, "yes", FILES[1], "and this one?"),
+        sample_of(seeing, "b", *beginning, "yes", FILES[2], "and this one?"),
+        sample_of(seeing, "c", *beginning, "no", FILES[0], "once again, and again"),
+        sample_of(seeing, "d", "only a text, without images"),
+    )
+    return [sample for sample, _ in told], [prompt for _, prompt in told]
 
 
-def provider_of(seeing: SeeingModel) -> ImageProvider:
-    provider = ImageProvider(seeing.processor, seeing.model.config)
+def provider_of(seeing: Seeing) -> ImageProvider:
+    provider = ImageProvider.of(seeing.loaded.model)
+    assert provider is not None
     provider.hold(BY_DIGEST)
     return provider
 
 
-def own_logprobs(seeing: SeeingModel, samples: list[Sample]) -> list[torch.Tensor]:
-    """The log-probs of each sample's trained tokens, by transformers, one sample at a time."""
-    provider = provider_of(seeing)
-    logprobs = []
-    for sample in samples:
-        images = [provider[span.digest] for span in sample.images]
-        logits = own_logits(seeing, sample.ids.tolist(), images)
-        places = torch.from_numpy(np.flatnonzero(sample.loss_mask))
-        targets = torch.from_numpy(sample.ids).long()[places]
-        logprobs.append(logits.log_softmax(-1)[places - 1, targets])
-    return logprobs
-
-
-def by_sample(batch: PackedBatch, logp: torch.Tensor) -> list[torch.Tensor]:
-    return [logp[batch.samples == number] for number in range(len(batch.mask))]
-
-
-def gradients(model: Any, logprobs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of the embeddings, and of the tower's first weight, in a loss that weighs all tokens."""
-    loss = torch.stack([(torch.linspace(-1, 1, len(row)) * row).sum() for row in logprobs]).sum()
-    tower = next(p for name, p in model.named_parameters() if "vi" in name and p.dim() > 1)
-    embeddings = model.get_input_embeddings().weight
-    return list(torch.autograd.grad(loss, [embeddings, tower]))
+def own_logprobs(seeing: Seeing, prompt: VisionPrompt) -> torch.Tensor:
+    """The log-probs of a sample's trained tokens, by transformers alone."""
+    if seeing.plain.config.model_type.startswith("qwen"):
+        seeing.plain.model.rope_deltas = None
+    logits = token_logits(seeing.loaded.model, seeing.plain_logits(prompt)).log_softmax(-1)
+    places = torch.arange(len(prompt.ids) - TRAINED, len(prompt.ids))
+    return logits[places - 1, torch.tensor(prompt.ids)[places]]
 
 
 def assert_equal(
-    seeing: SeeingModel, model: Any, samples: list[Sample], *, merge: bool
+    seeing: Seeing, samples: list[Sample], prompts: list[VisionPrompt], *, merge: bool
 ) -> PackedBatch:
-    """The batch, in which `model` gives each sample its log-probs and gradients alone."""
-    expected = own_logprobs(seeing, samples)
-    own_gradients = gradients(seeing.model, expected)
+    """The batch, in which the model gives each sample its log-probs and gradients alone."""
+    weights = torch.linspace(-1, 1, TRAINED)
     batch = pack(samples, CPU, merge=merge, images=provider_of(seeing))
-    logprobs = by_sample(batch, token_logprobs(model, batch)[0])
-    for mine, own in zip(logprobs, expected, strict=True):
-        torch.testing.assert_close(mine, own, rtol=0, atol=1e-4)
-    for mine, own in zip(gradients(model, logprobs), own_gradients, strict=True):
-        assert float((mine - own).norm() / own.norm()) < 1e-4
+    logp = token_logprobs(seeing.loaded.model, batch)[0]
+    own = [own_logprobs(seeing, prompt) for prompt in prompts]
+    for number, row in enumerate(own):
+        torch.testing.assert_close(logp[batch.samples == number], row, rtol=0, atol=1e-4)
+
+    loss = (logp * weights[batch.places]).sum()
+    own_loss = torch.stack([(row * weights).sum() for row in own]).sum()
+    found = torch.autograd.grad(loss, seeing.watched(seeing.loaded.model))
+    expected = torch.autograd.grad(own_loss, seeing.watched(seeing.plain))
+    assert gradient_difference(found, expected) < 1e-4
     return batch
 
 
-def some_slow(quick: tuple[str, ...], families: tuple[str, ...]) -> list[Any]:
-    return [
-        pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in families
-    ]
-
-
-@pytest.mark.parametrize("family", some_slow(("qwen2_vl", "idefics3"), TREE_FAMILIES))
-@pytest.mark.parametrize("merge", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_tree_with_images_is_as_its_samples_alone(family: str, merge: bool) -> None:
-    seeing = seeing_model(family)
-    samples = branches(seeing)
-    model: Any = copy.deepcopy(seeing.model)
-    model.set_attn_implementation({"text_config": NAME})
-    batch = assert_equal(seeing, model, samples, merge=merge)
+@pytest.mark.parametrize("family", [*TREES[:1], "idefics3", *slow(*TREES[1:3], *TREES[4:])])
+@pytest.mark.parametrize("merge", [True, *slow(False)])
+def test_a_tree_with_images_is_as_its_samples_alone(family: str, merge: bool, read: Read) -> None:
+    """The gradients of all branches add up in the tower."""
+    seeing = read(family, "tree")
+    assert row_settings(seeing.loaded.model) is None
+    samples, prompts = branches(seeing)
+    batch = assert_equal(seeing, samples, prompts, merge=merge)
 
     assert batch.images is not None
     assert batch.position_ids.shape == (3 if "qwen" in family else 1, 1, batch.num_distinct)
     assert sorted(batch.images.digests) == sorted(BY_DIGEST), "each image is encoded once"
-    longest = max(len(sample.ids) for sample in samples)
-    assert (batch.num_distinct < batch.num_logical - longest / 2) == merge
+    shared = 2 * (samples[0].images[0].end + len(" closely. "))
+    assert (batch.num_distinct <= batch.num_logical - shared) == merge
 
 
-@pytest.mark.parametrize("shares", [True, False])
-@pytest.mark.parametrize("family", some_slow(("gemma3", "qwen2_vl"), FAMILIES))
+@pytest.mark.parametrize(
+    "family", ["qwen2_vl", "gemma3", *slow(*sorted({*FAMILIES} - {"qwen2_vl", "gemma3"}))]
+)
 def test_rows_with_images_are_as_their_samples_alone(
-    family: str, shares: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, read: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of different length share passes, and what several rows begin with is computed once
-    where the model's state allows it: not where tokens of an image see each other."""
-    if shares and family.startswith("gemma"):
-        return
-
+    where the model's state allows it: not where a layer has a window."""
     monkeypatch.setattr(row_groups, "SMALLEST_SAVING", 1)
-    seeing = seeing_model(family)
-    samples = branches(seeing)
-    model: Any = copy.deepcopy(seeing.model)
-    use_rows(model, "a test")
-    settings = row_settings(model)
+    seeing = read(family, "rows")
+    settings = row_settings(seeing.loaded.model)
     assert settings is not None and settings.pads
-    vars(causal_model(model))["_agentevo_rows"] = dataclasses.replace(settings, shares=shares)
-    batch = assert_equal(seeing, model, samples, merge=True)
-    passes = batch.row_passes(settings.pads, shares=shares)
+    assert settings.shares == (not family.startswith("gemma"))
+
+    batch = assert_equal(seeing, *branches(seeing), merge=True)
+    passes = batch.row_passes(True, shares=settings.shares)
     groups = list(zip(passes.groups, passes.images, strict=True))
-    assert any(group.is_parent and images for group, images in groups) == shares
+    assert any(group.is_parent and images for group, images in groups) == settings.shares
     assert any(len(group.input_ids) > 1 and images for group, images in groups)
+
+
+def test_the_same_ids_with_another_image_never_merge(read: Read) -> None:
+    seeing = read("qwen2_vl", "tree")
+    parts = ("look ", FILES[0], " closely")
+    sample, _ = sample_of(seeing, "a", *parts)
+    (span,) = sample.images
+    other = msgspec.structs.replace(
+        sample, images=(ImageSpan(span.offset, span.length, span.grid, "b" * 64),)
+    )
+    first, second, third = merge_keys([sample, other, sample])
+    assert np.array_equal(first, third)
+    differ = np.flatnonzero(first != second)
+    assert differ.tolist() == list(range(span.offset, span.end)), "every token of the image"
+    assert merge_keys([sample])[0].tolist() != sample.ids.tolist()
+
+    text, _ = sample_of(seeing, "d", "only a text of words")
+    assert merge_keys([text])[0] is text.ids
+
+
+def attempt(seeing: Seeing, name: str = "a", **changes: Any) -> Trajectory:
+    """Two turns, with an image in each prompt."""
+    turns = []
+    for index, file in enumerate(FILES[:2]):
+        prompt = seeing.prompt("look ", file, f" turn {index}")
+        turns.append(
+            Turn(
+                index=index,
+                parent=index - 1 if index else None,
+                prompt_ids=prompt.ids,
+                completion_ids=[65, 66],
+                logprobs=[-1.0, -1.0],
+                versions=[0, 0],
+                finish_reason="stop",
+                images=prompt.spans,
+                processor=seeing.processor.fingerprint,
+            )
+        )
+    turns[1] = msgspec.structs.replace(turns[1], **changes)
+    return Trajectory(id=name, task_id="t", group_id="g", turns=turns, reward=float(name == "a"))
+
+
+def test_a_sample_has_the_images_of_its_path(read: Read) -> None:
+    seeing = read("qwen2_vl", "tree")
+    trajectory = attempt(seeing)
+    (row,) = trajectory_rows(trajectory)
+    first, second = row.sample.images
+    assert (first, row.sample.processor) == (
+        trajectory.turns[0].images[0],
+        seeing.processor.fingerprint,
+    )
+    feature = seeing.processor.feature_id
+    places = np.flatnonzero(row.sample.ids == feature)
+    assert places.tolist() == [*range(first.offset, first.end), *range(second.offset, second.end)]
+
+    with pytest.raises(TrainingError, match=r"trajectory a: .* eee.*: all turns"):
+        trajectory_rows(attempt(seeing, processor="e" * 64))
+
+
+def wrong_attempts(seeing: Seeing) -> dict[str, tuple[Trajectory, str]]:
+    turn = attempt(seeing).turns[1]
+    (span,) = turn.images
+    cut = [*turn.prompt_ids[: span.end - 1]]
+    other = FILES[2].part.sha256
+    return {
+        "cut": (attempt(seeing, "cut", prompt_ids=cut), "an image is never cut"),
+        "settings": (attempt(seeing, "settings", processor="e" * 64), "the fingerprint eee"),
+        "without": (attempt(seeing, "without", images=()), "stands for a feature of an image"),
+        "sampled": (
+            attempt(seeing, "sampled", completion_ids=[65, seeing.processor.feature_id]),
+            "stands for a feature of an image",
+        ),
+        "grid": (
+            attempt(
+                seeing,
+                "grid",
+                images=(ImageSpan(*span_fields(span), span.grid[::-1], span.digest),),
+            ),
+            "has the grid",
+        ),
+        "image": (
+            attempt(seeing, "image", images=(ImageSpan(*span_fields(span), span.grid, other),)),
+            "has the grid",
+        ),
+        "missing": (
+            attempt(
+                seeing, "missing", images=(ImageSpan(*span_fields(span), span.grid, "b" * 64),)
+            ),
+            "is missing: restore",
+        ),
+    }
+
+
+def span_fields(span: ImageSpan) -> tuple[int, int]:
+    return span.offset, span.length
+
+
+def test_attempts_whose_images_can_not_be_shown_again_are_left_out(read: Read) -> None:
+    """Each with its reason; the others are trained on."""
+    seeing = read("qwen2_vl", "tree")
+    wrong = wrong_attempts(seeing)
+    provider = provider_of(seeing)
+    for name, (trajectory, message) in wrong.items():
+        kept, dropped, (warning,) = provider.admit([attempt(seeing), trajectory])
+        assert [t.id for t in kept] == ["a"] and dropped == {name: LEFT_OUT}
+        assert "1 of 2 attempts are not trained on, because their images" in warning
+        assert f"{name}: turn 1: " in warning and message in warning, warning
+
+    damaged = msgspec.structs.replace(FILES[0], data=FILES[1].data)
+    provider = provider_of(seeing)
+    provider.hold(BY_DIGEST | {FILES[0].part.sha256: damaged})
+    _, _, (warning,) = provider.admit([attempt(seeing)])
+    assert "has another SHA-256" in warning
+
+
+def test_a_trainer_learns_from_images_and_counts_what_it_leaves_out(read: Read) -> None:
+    seeing = read("qwen2_vl", "tree")
+    trainer = Trainer(
+        copy.deepcopy(seeing.loaded.model),
+        TrainerSection(),
+        AlgorithmSection(old_logprobs="recomputed"),
+    )
+    trainer.begin()
+    trainer.show(BY_DIGEST)
+    wrong, _ = wrong_attempts(seeing)["settings"]
+    other = attempt(seeing, "b", completion_ids=[67, 68])
+    batch = trainer.prepare([attempt(seeing), other, wrong])
+    assert batch.dropped == {"settings": LEFT_OUT} and len(batch.warnings) == 1
+    assert [sample.trajectory_id for sample in batch.samples] == ["a", "b"]
+    assert trainer.step(batch.samples)["actor/grad_norm"] > 0
+
+    trainer.show({})
+    sample, _ = sample_of(seeing, "c", "look ", image_of(40), " closely")
+    with pytest.raises(TrainingError, match=r"sample of c: the image .* is missing"):
+        trainer.step([msgspec.structs.replace(sample, advantages=np.ones(TRAINED))])
+
+
+def image_of(size: int) -> ImageFile:
+    from tiny_vision import png
+
+    file = image_file(png(size, size, 9), "image/png")
+    BY_DIGEST[file.part.sha256] = file
+    return file
+
+
+def test_micro_batches_count_patches(read: Read) -> None:
+    seeing = read("qwen2_vl", "tree")
+    provider = provider_of(seeing)
+    samples, _ = branches(seeing)
+    sizes = token_sizes(samples, provider)
+    assert sizes is not None
+    for sample, size in zip(samples, sizes, strict=True):
+        patches = sum(int(np.prod(span.grid)) for span in sample.images)
+        assert size.sum() == len(sample.ids) + patches
+    assert token_sizes(samples[3:], provider) is None
+
+    num_tokens = sum(len(sample.ids) for sample in samples)
+    num_patches = sum(int(size.sum()) for size in sizes) - num_tokens
+    whole = micro_batches(samples, num_tokens + num_patches, CPU, merge=False, images=provider)
+    assert len(whole) == 1
+    parts = micro_batches(samples, num_tokens, CPU, merge=False, images=provider)
+    assert len(parts) > 1
+    for indices, _ in parts:
+        assert len(indices) == 1 or sum(int(sizes[i].sum()) for i in indices) <= num_tokens
+
+
+def test_a_mismatched_answer_keeps_its_images_whole(read: Read) -> None:
+    seeing = read("qwen2_vl", "tree")
+    first, _ = sample_of(seeing, "a", "look ", FILES[0], " closely, please")
+    later, _ = sample_of(seeing, "c", "here: ", FILES[2], " text")
+    mask = later.loss_mask.copy()
+    mask[2:] = True  # the image lies after the prompt
+    later = msgspec.structs.replace(later, loss_mask=mask, group_id="h")
+    answers = [CandidateAnswer("a", (first,)), CandidateAnswer("c", (later,))]
+    (row,), (other,) = mismatch_answers(answers, 1000)
+    assert [span.digest for span in row.images] == [f.part.sha256 for f in (FILES[0], FILES[2])]
+    provider_of(seeing).check([row, other])
+
+    size = row.images[1].end
+    (row,), _ = mismatch_answers(answers, size - 1)
+    assert len(row.images) == 1 and len(row.ids) == size - later.images[0].length
+    provider_of(seeing).check([row])
+
+
+def test_tokens_after_images_are_sampled_again(read: Read) -> None:
+    """At temperature 0, the likeliest tokens by transformers."""
+    seeing = read("qwen2_vl", "tree")
+    prompt = seeing.prompt("look ", FILES[0], " closely")
+    said: list[int] = []
+    for _ in range(2):
+        longer = VisionPrompt([*prompt.ids, *said], prompt.spans, prompt.images)
+        logits = token_logits(seeing.loaded.model, seeing.plain_logits(longer))
+        said.append(int(logits[-1].argmax()))
+
+    turn = msgspec.structs.replace(
+        attempt(seeing).turns[0],
+        prompt_ids=prompt.ids,
+        completion_ids=said,
+        logprobs=[0.0, 0.0],
+        temperature=0.0,
+        images=prompt.spans,
+    )
+    trajectory = Trajectory(id="a", task_id="t", group_id="g", turns=[turn])
+    resampled = resample(trajectory, 0, seeing.loaded, SamplingParams(), BY_DIGEST)
+    assert (resampled.num_tokens, resampled.differences) == (2, [])
+    (difference,) = resample(trajectory, 0, seeing.loaded, SamplingParams()).differences
+    assert difference.kind == "record" and "is missing" in difference.what
+
+
+def test_models_that_see_are_not_divided(read: Read) -> None:
+    section = TrainerSection(parallel={"shard": 2}).parallel
+    with pytest.raises(TrainingError, match=r"trainer.parallel.shard=2: .* whole copy"):
+        check_spread(read("qwen2_vl", "tree").loaded.model, section)

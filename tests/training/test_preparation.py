@@ -458,9 +458,9 @@ def test_a_step_is_packed_once_unless_tokens_are_left_out(
     """The update is that of samples which were packed for it alone."""
     num_packed = []
 
-    def counted(samples, device, *, merge=True):
+    def counted(samples, device, **how):
         num_packed.append(len(samples))
-        return pack(samples, device, merge=merge)
+        return pack(samples, device, **how)
 
     monkeypatch.setattr(passes, "pack", counted)
     new = [msgspec.structs.replace(t, turns=_turns_of_version_1(t)) for t in attempts()]

@@ -221,17 +221,7 @@ class Trainer:
 
     def _update(self, samples: list[Sample], progress: ProgressBar) -> dict[str, float]:
         """Makes one optimizer step of the policy over a minibatch, and one of the critic."""
-        device = device_of(self.model)
-        merge = shares_prefixes(self.model, self.section.prefix_merging)
-        batches = micro_batches(
-            samples,
-            self.section.micro_batch_tokens,
-            device,
-            merge=merge,
-            packed=self.packed,
-            images=self.images,
-        )
-        nulls = null_batches(samples, len(batches), device, merge=merge, images=self.images)
+        batches, nulls = self._pack(samples)
         update_batches = [(indices, self.replay.in_update(batch)) for indices, batch in batches]
         critic = self.roles.critic
         metrics = {}
@@ -307,6 +297,23 @@ class Trainer:
             | self.flops.take()
             | {"actor/grad_norm": norm, "actor/lr": lr, "actor/entropy_coef": entropy_coef}
         )
+
+    def _pack(
+        self, samples: list[Sample]
+    ) -> tuple[list[tuple[list[int], PackedBatch]], list[PackedBatch]]:
+        """This rank's micro-batches, and its null batches."""
+        device = device_of(self.model)
+        merge = shares_prefixes(self.model, self.section.prefix_merging)
+        batches = micro_batches(
+            samples,
+            self.section.micro_batch_tokens,
+            device,
+            merge=merge,
+            packed=self.packed,
+            images=self.images,
+        )
+        nulls = null_batches(samples, len(batches), device, merge=merge, images=self.images)
+        return batches, nulls
 
     def _count_critic_flops(
         self, samples: Sequence[Sample], batches: Sequence[tuple[list[int], PackedBatch]]

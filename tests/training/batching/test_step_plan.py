@@ -14,6 +14,7 @@ from agentevo.errors import TrainingError
 from agentevo.training.batching.shaping import shape_by_length
 from agentevo.training.batching.step_plan import StepPlan, plan_digest
 from agentevo.types import Constraint, Message, RemoteTurn, SamplingOverrides, Trajectory, Turn
+from agentevo.types.image_span import ImageSpan
 from agentevo.types.penalties import Penalties
 from agentevo.types.routed_experts import RoutedExperts
 
@@ -28,6 +29,7 @@ def turn(index: int, **changes: Any) -> Turn:
         "versions": [4, 5],
         "finish_reason": "stop",
         "reward": 0.25,
+        "processor": "f",
     }
     return Turn(**(fields | changes))
 
@@ -86,6 +88,8 @@ OTHER_TURN: dict[str, Any] = {
     "penalties": Penalties(presence=0.5),
     "routed_experts": RoutedExperts(layers=1, top_k=1, num_experts=2, data=bytes(5)),
     "teacher_logprobs": [-0.5, -2.0],
+    "images": (ImageSpan(1, 2, (2,), "a" * 64),),
+    "processor": "e",
     "tools": "[]",
     "reward": 0.0,
     "messages": [Message(role="user", content="hello")],

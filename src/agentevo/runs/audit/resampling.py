@@ -15,6 +15,7 @@ as agreement. The tolerances limit how far the number may be from the border.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -28,9 +29,11 @@ from agentevo.models.compute.routers import OWN, RouterReplay, Routers, routers_
 from agentevo.models.files.load import LoadedModel
 from agentevo.models.grammar import Grammars
 from agentevo.models.token_rows import token_logits
+from agentevo.training.batching.images import ImageProvider, path_images
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import all_logits
 from agentevo.types import Sample, SamplingParams, Trajectory, Turn
+from agentevo.types.images import ImageFile
 from agentevo.types.penalties import PenaltyChanges, TokenPenalties
 from agentevo.types.routed_experts import join_experts
 
@@ -99,10 +102,14 @@ def tolerance_of(model: PreTrainedModel) -> Tolerance:
 
 @torch.no_grad()
 def resample(
-    trajectory: Trajectory, version: int, loaded: LoadedModel, sampling: SamplingParams
+    trajectory: Trajectory,
+    version: int,
+    loaded: LoadedModel,
+    sampling: SamplingParams,
+    images: Mapping[str, ImageFile] = MappingProxyType({}),
 ) -> Resampled:
     """Samples with `loaded` every token of `trajectory` that `version` sampled. `sampling` has the
-    filters of the run."""
+    filters of the run. `images`: the files of the images in its prompts, by digest."""
     model = loaded.model
     device = next(model.parameters()).device
     uniforms = {
@@ -110,6 +117,13 @@ def resample(
         for turn in trajectory.turns
     }
     tolerance = tolerance_of(model)
+
+    provider = ImageProvider.of(model)
+    if provider is not None:
+        provider.hold(images)
+        _, refused, why = provider.admit([trajectory])
+        if refused:
+            return Resampled(0, 0, [Difference(kind="record", turn=0, position=0, what=why[0])])
 
     grammars = Grammars.of(model, loaded.tokenizer)
     try:
@@ -124,7 +138,7 @@ def resample(
     num_tokens = num_ties = 0
     differences: list[Difference] = []
     for piece in _pieces(trajectory, version):
-        logits = _logits(trajectory, piece, model, device)  # [positions, V]
+        logits = _logits(trajectory, piece, model, device, provider)  # [positions, V]
         if piece.turn.index in masks:
             of_turn = masks[piece.turn.index]
             keep_allowed(logits, [of_turn.table[of_turn.rows[n]] for n in piece.positions])
@@ -187,7 +201,11 @@ def _changes(trajectory: Trajectory, piece: _ResampledPiece) -> list[PenaltyChan
 
 
 def _logits(
-    trajectory: Trajectory, piece: _ResampledPiece, model: PreTrainedModel, device: torch.device
+    trajectory: Trajectory,
+    piece: _ResampledPiece,
+    model: PreTrainedModel,
+    device: torch.device,
+    provider: ImageProvider | None,
 ) -> torch.Tensor:
     """[positions, tokens] float32, the logits that predict each position."""
     context = trajectory.context_ids(piece.turn.index)
@@ -196,7 +214,9 @@ def _logits(
     mask = np.zeros(len(ids), dtype=np.bool_)
     mask[[len(context) + position for position in piece.positions]] = True
     sample = Sample.given(trajectory.id, trajectory.group_id, ids, mask, piece.turn.temperature)
-    batch = pack([sample], device)
+    spans, processor = path_images(trajectory.id, _path_to(trajectory, piece.turn))
+    sample = msgspec.structs.replace(sample, images=spans, processor=processor)
+    batch = pack([sample], device, images=provider)
     version = piece.turn.versions[piece.positions[0]]
     routed = version_rows(trajectory, piece.turn, version, routers_of(model))
     if routed is not None:
@@ -212,10 +232,7 @@ def version_rows(
     """[T, layers, top_k] int64 of context and completion. A token has its recorded experts if that
     version sampled the token after it. All other tokens have OWN, because that version computed
     their keys and values again. None if nothing was recorded, or if the model can't replay it."""
-    path = [turn]
-    while path[0].parent is not None:
-        path.insert(0, trajectory.turns[path[0].parent])
-
+    path = _path_to(trajectory, turn)
     if routers is None or any(path_turn.routed_experts is None for path_turn in path):
         return None
 
@@ -228,6 +245,13 @@ def version_rows(
     ][1:]
     rows[np.array(next_drawn_by) != version] = OWN
     return np.concatenate([rows, np.full((1, *rows.shape[1:]), OWN)])
+
+
+def _path_to(trajectory: Trajectory, turn: Turn) -> list[Turn]:
+    path = [turn]
+    while path[0].parent is not None:
+        path.insert(0, trajectory.turns[path[0].parent])
+    return path
 
 
 def _compare(

@@ -10,6 +10,7 @@ not notice any of these, and some do not notice a missing feature.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -207,7 +208,9 @@ class ImageProvider:
     def _layout(self, digest: str) -> _Layout:
         if digest not in self._layouts:
             image = self[digest]
-            num_patches = image.tensors["pixel_values"].numel() // (3 * self._patch_area)
+            num_patches = math.prod(image.grid)
+            if len(image.grid) == 1:  # padding of the pixels counts too
+                num_patches = image.tensors["pixel_values"].numel() // (3 * self._patch_area)
             num_features = self.processor.count_features(image)
             self._layouts[digest] = _Layout(tuple(image.grid), num_features, num_patches)
         return self._layouts[digest]
