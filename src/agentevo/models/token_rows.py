@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+LOWEST = -1e30
+"""The score of tokens that have no probability, and the start of a running maximum. It is finite,
+so that zero times its distance is zero."""
+
 
 def limit_to_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Limits sampling to the ids up to the tokenizer's last token."""
