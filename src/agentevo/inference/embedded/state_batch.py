@@ -112,7 +112,8 @@ def _run_stack(
     ids = [[s.ids[s.cached]] for s in members]
     group = padded_group(ids, places, model)
     positions = torch.tensor([[s.cached] for s in members], device=group.input_ids.device)
-    mask = mask_of(positions, stack.width) if support.bytes_per_token else None
+    has_mask = support.bytes_per_token > 0 and stack.has_padding
+    mask = mask_of(positions, stack.width) if has_mask else None
     logits, stack.state = run_states(model, group, stack.state, positions, mask)
     stack.width += 1
     return {id(members[row]): logits[n : n + 1] for n, (row, _) in enumerate(places)}

@@ -66,7 +66,7 @@ from agentevo.models.compute.linear import drop_packed
 from agentevo.models.compute.positions import context_length, length_advice
 from agentevo.models.compute.rows import row_settings
 from agentevo.models.compute.thread_settings import own_torch_state
-from agentevo.models.token_rows import num_token_rows, token_logits
+from agentevo.models.token_rows import num_token_rows
 from agentevo.runtime.devices import empty_cache
 from agentevo.types import Completion, SamplingParams
 from agentevo.types.penalties import PenaltyState
@@ -403,12 +403,10 @@ class TorchEngine(PublishingEngine):
         try:
             while True:
                 scheduler.drop_abandoned()
-                if not self.asleep:
-                    self._admit()
-                if not scheduler.running:
+                finished = self._step()
+                if finished is None:
                     break
 
-                finished = self._step()
                 self.failed_steps = 0
                 for _ in range(4 if finished else 1):  # lets agents ask for their next turn
                     await asyncio.sleep(0)
@@ -421,8 +419,6 @@ class TorchEngine(PublishingEngine):
                 if request.future is not None and not request.future.done():
                     request.future.set_exception(failure)
 
-    @own_torch_state()
-    @torch.inference_mode()
     def _admit(self) -> None:
         """While no new request is admitted, those that have begun continue."""
         self.scheduler.grow()
@@ -430,9 +426,14 @@ class TorchEngine(PublishingEngine):
 
     @own_torch_state()
     @torch.inference_mode()
-    def _step(self) -> int:
-        """Runs one forward pass, or one for each version that running requests ask for. Returns how
-        many requests finished."""
+    def _step(self) -> int | None:
+        """Admits requests, then runs one forward pass, or one for each version that running
+        requests ask for. Returns how many requests finished; None if none was running."""
+        if not self.asleep:
+            self._admit()
+        if not self.scheduler.running:
+            return None
+
         started = time.perf_counter()
         by_version: dict[int, list[Sequence]] = {}
         for sequence in self.scheduler.running:
@@ -454,7 +455,7 @@ class TorchEngine(PublishingEngine):
             outputs = states.logits(model, version)
         else:
             batch, outputs = self._tree_pass(model, running)
-        logits = token_logits(self.model, outputs)  # [sampled + scored, tokens]
+        logits = outputs[..., : self._vocabulary]  # [sampled + scored, tokens]
 
         for sequence, count in batch.work:
             sequence.cached += count
