@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -42,7 +42,7 @@ from agentevo.inference.conversations.plain_prompts import (
     checked_ids,
     recorded_beginning,
 )
-from agentevo.inference.engine import Engine, SleepingEngine, TokenListener
+from agentevo.inference.engine import Engine, ScoringEngine, SleepingEngine, TokenListener
 from agentevo.inference.token_listeners import StreamedTokens
 from agentevo.models.chat.answer_form import AnswerForm, grammar_of
 from agentevo.models.chat.chat_format import LONG_TEXT, ChatFormat, is_long, num_characters
@@ -93,6 +93,13 @@ class _Prompt:
     """The last message of the history; None for a prompt of token ids or a text."""
     text: str | None = None
     """The whole prompt, if it is a plain text."""
+
+
+class ScoredPrompt(NamedTuple):
+    """The tokens of a prompt, and the log-probs of all but the first at temperature 1."""
+
+    ids: list[int]
+    logprobs: list[float]
 
 
 class Conversation:
@@ -290,6 +297,23 @@ class Conversation:
 
         added = await self._encode_new(match, new)
         return len(self._recorded_of(match)) + len(added)
+
+    async def score(self, prompt: str | Sequence[int]) -> ScoredPrompt:
+        """The log-probs of a prompt's tokens under the newest weights. Records nothing. Raises
+        BadRequestError if the engine can't compute them, and the errors of `complete`."""
+        if not isinstance(self._engine, ScoringEngine):
+            raise BadRequestError(
+                "this engine computes no log-probs of a prompt: leave out echo or logprobs, or "
+                "serve the model with engine.type=torch"
+            )
+
+        joined = await self._join(prompt, ToolSchemas(), OWN_VALUES)
+        first, rest = joined.ids[:1], joined.ids[1:]
+        if not rest:
+            return ScoredPrompt(first, [])
+
+        scores = await self._engine.score(first, rest, deadline_s=self._timeout_s)
+        return ScoredPrompt(joined.ids, list(scores.logprobs))
 
     async def check(self, prompt: str | Sequence[int | Message]) -> None:
         """Checks a prompt that is a text or token ids. Raises the same errors as `complete`."""
