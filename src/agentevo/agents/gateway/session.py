@@ -31,7 +31,8 @@ from agentevo.agents.policy import AttemptSession
 from agentevo.agents.posted_rewards import PostedReward, RewardSums
 from agentevo.data.messages import with_names
 from agentevo.errors import BadRequestError
-from agentevo.inference.conversations.conversation import Conversation, ScoredPrompt, check_count
+from agentevo.inference.conversations.conversation import Conversation, check_count
+from agentevo.inference.conversations.plain_prompts import ScoredPrompt
 from agentevo.inference.remote_models import RemoteConversations
 from agentevo.inference.remote_models.conversations import POLICY
 from agentevo.models.chat.answer_form import opening_after

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -39,10 +39,12 @@ from agentevo.inference.conversations.drift import Drift
 from agentevo.inference.conversations.history import Histories, HistoryMatch, HistoryNode
 from agentevo.inference.conversations.plain_prompts import (
     PlainTexts,
+    ScoredPrompt,
     checked_ids,
     recorded_beginning,
+    score_ids,
 )
-from agentevo.inference.engine import Engine, ScoringEngine, SleepingEngine, TokenListener
+from agentevo.inference.engine import Engine, SleepingEngine, TokenListener
 from agentevo.inference.token_listeners import StreamedTokens
 from agentevo.models.chat.answer_form import AnswerForm, grammar_of
 from agentevo.models.chat.chat_format import LONG_TEXT, ChatFormat, is_long, num_characters
@@ -93,13 +95,6 @@ class _Prompt:
     """The last message of the history; None for a prompt of token ids or a text."""
     text: str | None = None
     """The whole prompt, if it is a plain text."""
-
-
-class ScoredPrompt(NamedTuple):
-    """The tokens of a prompt, and the log-probs of all but the first at temperature 1."""
-
-    ids: list[int]
-    logprobs: list[float]
 
 
 class Conversation:
@@ -299,21 +294,10 @@ class Conversation:
         return len(self._recorded_of(match)) + len(added)
 
     async def score(self, prompt: str | Sequence[int]) -> ScoredPrompt:
-        """The log-probs of a prompt's tokens under the newest weights. Records nothing. Raises
-        BadRequestError if the engine can't compute them, and the errors of `complete`."""
-        if not isinstance(self._engine, ScoringEngine):
-            raise BadRequestError(
-                "this engine computes no log-probs of a prompt: leave out echo or logprobs, or "
-                "serve the model with engine.type=torch"
-            )
-
+        """The log-probs of a prompt's tokens under the newest weights. Records nothing. Raises the
+        errors of `score_ids` and of `complete`."""
         joined = await self._join(prompt, ToolSchemas(), OWN_VALUES)
-        first, rest = joined.ids[:1], joined.ids[1:]
-        if not rest:
-            return ScoredPrompt(first, [])
-
-        scores = await self._engine.score(first, rest, deadline_s=self._timeout_s)
-        return ScoredPrompt(joined.ids, list(scores.logprobs))
+        return await score_ids(self._engine, joined.ids, deadline_s=self._timeout_s)
 
     async def check(self, prompt: str | Sequence[int | Message]) -> None:
         """Checks a prompt that is a text or token ids. Raises the same errors as `complete`."""
