@@ -10,9 +10,9 @@ import torch
 
 from agentevo.config.distillation import DistillationSection
 from agentevo.errors import StoreError, TrainingError
-from agentevo.inference.remote_models.ledger import RemoteModelError
+from agentevo.inference.remote_models.ledger import BudgetExceededError, RemoteModelError
 from agentevo.rollout.failures import failure_kind
-from agentevo.rollout.teachers import Teachers
+from agentevo.rollout.teachers import Teachers, TeacherUnavailableError
 from agentevo.store.codec import encode_trajectories
 from agentevo.training.batching.samples import teacher_table, trajectory_rows
 from agentevo.types import Task, Trajectory, Turn
@@ -24,14 +24,15 @@ TASK = Task(id="q")
 class PlaceModel:
     """The log-prob of a token is minus its id over 1,000, minus its place in the context."""
 
-    def __init__(self, fails_at: str = "") -> None:
+    def __init__(self, fails_at: str = "", error: Exception | None = None) -> None:
         self.fails_at = fails_at
+        self.error = error or RemoteModelError("it is away")
         self.num_asked = 0
 
     async def score(self, context_ids, ids, *, role, attempt):
         self.num_asked += 1
         if attempt == self.fails_at:
-            raise RemoteModelError("it is away")
+            raise self.error
         first = len(context_ids)
         return [-(first + place) - token / 1000 for place, token in enumerate(ids)]
 
@@ -101,6 +102,21 @@ def test_a_teacher_that_fails_fails_its_attempt_alone():
     assert failure_kind(failed.error) == "teacher"
     assert good.status == "completed" and good.turns[0].teacher_logprobs is not None
     assert before.turns[0].teacher_logprobs is None
+
+
+@pytest.mark.parametrize("status", [0, 401, 404, 503])
+def test_a_teacher_that_answers_nothing_ends_the_run(status):
+    model = PlaceModel(fails_at="a", error=RemoteModelError("it is away", status))
+    with pytest.raises(TeacherUnavailableError, match=r"'t' does not answer: it is away: start"):
+        scored([branching("a"), branching("c", status="failed")], model)
+
+
+@pytest.mark.parametrize(
+    "error", [RemoteModelError("too long", 400), BudgetExceededError("no budget")]
+)
+def test_a_teacher_that_refuses_an_attempt_fails_it(error):
+    (failed,) = scored([branching("a")], PlaceModel(fails_at="a", error=error))
+    assert failed.status == "failed" and str(error) in failed.error
 
 
 def test_attempts_without_a_teacher_are_not_trained():

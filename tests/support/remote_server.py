@@ -184,9 +184,9 @@ def trickles(request: Any, handler: BaseHTTPRequestHandler) -> None:
 
 class LoopbackServer:
     """A real HTTP server on loopback, each request on a thread of its own. `respond` says what a
-    request gets."""
+    request gets. `port`: 0 for a free one."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -205,7 +205,7 @@ class LoopbackServer:
             def log_message(self, *args: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self._server.daemon_threads = True
         self._ended = self._server.ended = threading.Event()  # type: ignore[attr-defined]
 
@@ -230,8 +230,8 @@ class LoopbackServer:
 class RemoteServer(LoopbackServer):
     """`answers` are given in their order, the last one for ever."""
 
-    def __init__(self, *answers: Answer) -> None:
-        super().__init__()
+    def __init__(self, *answers: Answer, port: int = 0) -> None:
+        super().__init__(port)
         self.answers = list(answers) or [gives(chat())]
         self.received: list[Any] = []
         self.headers: list[dict[str, str]] = []

@@ -36,8 +36,10 @@ def num_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
 def num_token_rows(model: PreTrainedModel) -> int:
     """The number of ids, from 0 on, that can be sampled: the whole vocabulary, unless
     `limit_to_tokens` was called."""
-    rows = int(model.config.get_text_config().vocab_size)
-    return int(getattr(causal_model(model), "num_token_rows", rows))
+    inner = causal_model(model)
+    if "num_token_rows" in vars(inner):
+        return int(inner.num_token_rows)
+    return int(model.config.get_text_config().vocab_size)
 
 
 def ban_tokens(model: PreTrainedModel, ids: Iterable[int]) -> None:

@@ -44,6 +44,7 @@ from agentevo.rollout.attempt_images import put_images_of_tasks
 from agentevo.rollout.group import InfrastructureFailure, RolloutGroup, write_group
 from agentevo.rollout.sampler import Sampler, group_name
 from agentevo.rollout.task_source import TaskSource
+from agentevo.rollout.teachers import TeacherUnavailableError
 from agentevo.runtime.retry import STORE_RETRY_S, with_retries
 from agentevo.store.records import Lease
 from agentevo.store.store import Store
@@ -286,7 +287,7 @@ class SamplerService:
             trajectories = await self._play(work)
             work.writing = True
             await self._write(work, trajectories)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, TeacherUnavailableError):
             if not work.is_lost:
                 await self._end_lease(
                     work,

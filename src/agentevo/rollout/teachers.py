@@ -3,7 +3,8 @@
 A teacher reads the ids of each root-to-leaf path of an attempt, in one request, and returns the
 log-prob of each id. The turns keep those of the completions, so training and replay ask nobody
 again. A teacher that fails or is late fails the attempt with the reason; the attempt never counts
-as one without a teacher.
+as one without a teacher. If its server gives no answer to any attempt of a group, the group is not
+stored and the run ends (`TeacherUnavailableError`): a resumed run samples the group again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 from agentevo.config.distillation import OTHER_SOURCES, DistillationSection
 from agentevo.config.field_words import suggest_nearest
 from agentevo.errors import AgentEvoError, ConfigError, describe_error, shown
+from agentevo.inference.remote_models.ledger import BudgetExceededError, RemoteModelError
 from agentevo.rollout.failures import TEACHER_PREFIX, ShowFailure
 from agentevo.runtime.event_loop import gather_all
 from agentevo.runtime.tracebacks import traceback_of
@@ -24,6 +26,14 @@ from agentevo.types import Task, Trajectory, Turn
 
 ROLE = "teacher"
 """The role of these requests in the price log."""
+
+
+NO_SERVICE = (401, 403, 404)
+"""The statuses of a server that does not serve the teacher, besides 500 and more."""
+
+
+class TeacherUnavailableError(AgentEvoError):
+    """A teacher's server gives no answers."""
 
 
 class TeacherModel(Protocol):
@@ -89,31 +99,44 @@ class Teachers:
         self, trajectories: Sequence[Trajectory], calls: Mapping[str, AttemptCalls], task: Task
     ) -> list[Trajectory]:
         """The attempts at a task, in order, with the teacher's log-probs in their turns. Attempts
-        that are not completed stay unchanged."""
-        return await gather_all(
-            [
-                self._with_logprobs(trajectory, calls, task)
-                if trajectory.status == "completed" and trajectory.turns
-                else _keep_trajectory(trajectory)
-                for trajectory in trajectories
-            ]
-        )
-
-    async def _with_logprobs(
-        self, trajectory: Trajectory, calls: Mapping[str, AttemptCalls], task: Task
-    ) -> Trajectory:
+        that are not completed stay unchanged. Raises TeacherUnavailableError if none of these
+        attempts got an answer."""
+        asked = [t for t in trajectories if t.status == "completed" and t.turns]
         name = teacher_of(task, self._section)
         if name is None:
-            return self._fail(trajectory, f"{TEACHER_PREFIX} failed: its source has none", None)
+            reason = f"{TEACHER_PREFIX} failed: its source has none"
+            scored = {t.id: self._fail(t, reason, None) for t in asked}
+            return [scored.get(t.id, t) for t in trajectories]
 
+        answers = await gather_all([self._ask(trajectory, calls, name) for trajectory in asked])
+        unanswered = [answer for answer in answers if _is_unanswered(answer)]
+        if unanswered and len(unanswered) == len(answers):
+            raise TeacherUnavailableError(
+                f"{TEACHER_PREFIX} {name!r} does not answer: {unanswered[0]}: start its server, or "
+                f"correct remote_models.{name}, and resume the run"
+            )
+
+        scored = {}
+        for trajectory, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, AgentEvoError):
+                reason = f"{TEACHER_PREFIX} {name!r} failed: {describe_error(answer)}"
+                scored[trajectory.id] = self._fail(trajectory, reason, answer)
+            else:
+                scored[trajectory.id] = answer
+
+        return [scored.get(t.id, t) for t in trajectories]
+
+    async def _ask(
+        self, trajectory: Trajectory, calls: Mapping[str, AttemptCalls], name: str
+    ) -> Trajectory | AgentEvoError:
+        """The scored attempt, or why it has no scores."""
         try:
             if trajectory.id not in calls:
                 return await self._score_with(trajectory, self._models[name])
             with calls[trajectory.id].call("scorer", f"{ROLE} {name}"):
                 return await self._score_with(trajectory, self._models[name])
         except AgentEvoError as error:
-            reason = f"{TEACHER_PREFIX} {name!r} failed: {describe_error(error)}"
-            return self._fail(trajectory, reason, error)
+            return error
 
     async def _score_with(self, trajectory: Trajectory, model: TeacherModel) -> Trajectory:
         turns = trajectory.turns
@@ -163,5 +186,10 @@ def path_of(turns: Sequence[Turn], leaf: int) -> list[Turn]:
     return path[::-1]
 
 
-async def _keep_trajectory(trajectory: Trajectory) -> Trajectory:
-    return trajectory
+def _is_unanswered(answer: Trajectory | AgentEvoError) -> bool:
+    """Whether it is the failure of a server that can't be reached or serves nothing."""
+    return (
+        isinstance(answer, RemoteModelError)
+        and not isinstance(answer, BudgetExceededError)
+        and (not answer.status or answer.status in NO_SERVICE or answer.status >= 500)
+    )

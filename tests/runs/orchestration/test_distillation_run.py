@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from agentevo.config import RunConfig, TinyModel, build_config, to_yaml
 from agentevo.errors import ConfigError
 from agentevo.models.tiny_tokenizer import tiny_tokenizer
 from agentevo.observability import read_metrics
+from agentevo.rollout.teachers import TeacherUnavailableError
 from agentevo.runs.orchestration.checks import check_dry
 
 pytestmark = pytest.mark.slow
@@ -160,6 +162,44 @@ def test_a_teacher_that_fails_costs_its_attempts(distilled, tmp_path, quiet_view
     assert "answered 400: broken" in failed[0].error
     (row,) = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if "actor/lr" in row]
     assert row["rollout/failed/teacher"] == 1
+
+
+def test_a_teacher_that_is_gone_ends_the_run_which_resumes_when_it_is_back(
+    distilled, tmp_path, quiet_view
+):
+    is_gone = threading.Event()
+
+    def answers(request, handler):
+        if is_gone.is_set():  # connections that are still open
+            handler.close_connection = True
+            return
+        logprobs = [None, *(-1 - id / 1000 for id in request["prompt"]), -1.0]
+        gives({"choices": [{"logprobs": {"token_logprobs": logprobs[:-1]}}]})(request, handler)
+
+    class ClosingView(type(quiet_view())):
+        def step(self, step, *arguments, **named):
+            super().step(step, *arguments, **named)
+            if step == 1:
+                is_gone.set()
+                server.__exit__()
+
+    tokenizer = tmp_path / "tokenizer"
+    tiny_tokenizer(TinyModel(tokenizer="byte"), ()).save_pretrained(tokenizer)
+    server = RemoteServer(answers)
+    model = {"base_url": server.base_url, "model": "m", "tokenizer": str(tokenizer)}
+    config = distilled(tmp_path / "run", **model | {"max_tries": 2, "deadline_s": 60})
+    server.__enter__()
+    with pytest.raises(TeacherUnavailableError, match=r"the teacher 'big' does not answer: no us"):
+        train(config, view=ClosingView())
+    assert {attempt.status for attempt in Run(config).trajectories(split="train")} == {"completed"}
+    assert len(trained_attempts(config)) == 4, "the attempts of step 1, and none of step 2"
+
+    is_gone.clear()
+    with RemoteServer(answers, port=int(server.url.rpartition(":")[2])):
+        train(config, resume=True, view=quiet_view())
+    assert len(trained_attempts(config)) == 2 * 4
+    assert all(turn.teacher_logprobs for t in trained_attempts(config) for turn in t.turns)
+    assert Run(config).audit().ok
 
 
 def test_a_teacher_with_other_tokens_is_refused_before_anything_is_created(

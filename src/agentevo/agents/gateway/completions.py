@@ -14,9 +14,10 @@ from agentevo.agents.gateway.chat_completions import encode_event, error, head, 
 from agentevo.agents.gateway.images import RequestImages
 from agentevo.agents.gateway.memory import Memory
 from agentevo.agents.gateway.refusals import Refusal
-from agentevo.agents.gateway.request import ModelReply, ModelRequest, PromptSize, TokenLogprob
+from agentevo.agents.gateway.request import ModelReply, ModelRequest, PromptSize
 from agentevo.errors import BadRequestError, shown
 from agentevo.models.chat.text_stream import UNDECODED
+from agentevo.models.chat.token_texts import TokenText
 from agentevo.models.tool_calls import ContentDelta, Delta
 
 MAX_PROMPTS = 256
@@ -38,19 +39,24 @@ def request_of(body: Mapping[str, Any], memory: Memory, images: RequestImages) -
 
     logprobs = fields.top_logprobs_of(body, "logprobs", -1)
     echo = fields.boolean(body, "echo")
-    if logprobs >= 0 and echo:
+    prompt_logprobs = logprobs >= 0 and echo
+    if prompt_logprobs and (logprobs > 1 or fields.boolean(body, "stream")):
         raise Refusal(
-            "logprobs with echo is not supported: the gateway gives no log-probs of a prompt; ask "
-            "for one of the two. As a teacher, use a model of AgentEvo with api: engine"
+            "logprobs with echo gives the log-probs of the prompt's own tokens, in one answer: "
+            "set logprobs to 0 or 1, and stream to false"
         )
 
+    samples = not prompt_logprobs or fields.whole_number(body, "max_tokens", -1) != 0
+    sampled_body = body if samples else {**body, "max_tokens": None}
     prompt, *more_prompts = prompts_of(body.get("prompt"))
     return ModelRequest(
         prompt=prompt,
         more_prompts=tuple(more_prompts),
         is_plain=True,
         echo=echo,
-        overrides=fields.sampling_of(body, max_tokens=("max_tokens",), stop="stop"),
+        prompt_logprobs=prompt_logprobs,
+        samples=samples,
+        overrides=fields.sampling_of(sampled_body, max_tokens=("max_tokens",), stop="stop"),
         logprobs=logprobs >= 0,
         top_logprobs=max(logprobs, 0),
         **fields.of_completions(body),
@@ -140,26 +146,34 @@ def _choice(
 
 
 def _logprobs(request: ModelRequest, reply: ModelReply) -> dict[str, Any]:
-    """The log-probs of all sampled tokens, in this API's columns; offsets count characters of the
-    completion's tokens. The sampled token is always among the likeliest, as the API defines it."""
-    lengths = [len(drawn.token.text) for drawn in reply.tokens]
-    top: list[dict[str, float]] = []
+    """The log-probs of all sampled tokens, after those of the prompt if the request asks for them,
+    in this API's columns; offsets count characters of these tokens. The sampled token is always
+    among the likeliest, as the API defines it. A token of the prompt is alone there."""
+    tokens = [*reply.prompt_tokens, *(drawn.token for drawn in reply.tokens)]
+    names = list(map(_name, tokens))
+    first: list[None] = [None] if reply.prompt_tokens else []  # nothing predicts it
+    top: list[dict[str, float] | None] = [
+        *first,
+        *({name: logprob} for name, logprob in zip(names[1:], reply.prompt_logprobs, strict=False)),
+    ]
     for drawn in reply.tokens:
-        top.append({})
+        likeliest: dict[str, float] = {}
         for candidate in (*drawn.alternatives, drawn):  # of two with one name the likelier
-            top[-1].setdefault(_name(candidate), candidate.logprob)
+            likeliest.setdefault(_name(candidate.token), candidate.logprob)
+        top.append(likeliest)
 
+    sampled = [drawn.logprob for drawn in reply.tokens]
     return {
-        "tokens": list(map(_name, reply.tokens)),
-        "token_logprobs": [drawn.logprob for drawn in reply.tokens],
+        "tokens": names,
+        "token_logprobs": [*first, *reply.prompt_logprobs, *sampled],
         "top_logprobs": top if request.top_logprobs else None,
-        "text_offset": list(accumulate(lengths[:-1], initial=0)),
+        "text_offset": list(accumulate((len(token.text) for token in tokens[:-1]), initial=0)),
     }
 
 
-def _name(drawn: TokenLogprob) -> str:
+def _name(token: TokenText) -> str:
     """A part of a character by its bytes, as the API has it."""
-    text, octets = drawn.token
+    text, octets = token
     return "bytes:" + "".join(f"\\x{octet:02x}" for octet in octets) if UNDECODED in text else text
 
 

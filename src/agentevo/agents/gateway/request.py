@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +28,10 @@ class ModelRequest:
     """Whether an answer is its plain text: tool calls and thoughts are not parsed."""
     echo: bool = False
     """Whether an answer begins with its prompt."""
+    prompt_logprobs: bool = False
+    """Whether an answer has the log-probs of its prompt's tokens."""
+    samples: bool = True
+    """Whether tokens are sampled. If not, an answer is about its prompt alone."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas in the form of OpenAI's chat API."""
     form: AnswerForm | None = None
@@ -128,6 +132,10 @@ class ModelReply:
     """The stop string of the request that ended the completion."""
     tokens: list[TokenLogprob]
     """The log-probs of the completion's tokens, if the request asks for them."""
+    prompt_tokens: Sequence[TokenText] = ()
+    """The tokens of the prompt, if the request asks for their log-probs."""
+    prompt_logprobs: Sequence[float] = ()
+    """The log-probs of these tokens at temperature 1, except the first, which nothing predicts."""
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:

@@ -33,6 +33,7 @@ from agentevo.data.message_images import ImageCollector
 from agentevo.data.messages import with_names
 from agentevo.errors import BadRequestError
 from agentevo.inference.conversations.conversation import Conversation, check_count
+from agentevo.inference.conversations.plain_prompts import ScoredPrompt
 from agentevo.inference.remote_models import RemoteConversations
 from agentevo.inference.remote_models.conversations import POLICY
 from agentevo.models.chat.answer_form import opening_after
@@ -230,6 +231,13 @@ class GatewaySession(AttemptSession):
         """The answers to a request, on the sampler's loop. `on_pieces` gets their pieces as they
         come, and has all of them when this returns."""
         check_count(request.n)
+        if request.prompt_logprobs and not self._follows_client:
+            raise Refusal(
+                "logprobs with echo is not supported while the policy is trained: ask for one of "
+                "the two. A model that `agentevo serve RUN --openai` serves gives the log-probs of "
+                "a prompt"
+            )
+
         delivery.asker = set_asker(delivery.place)
         if (model := self.remote_name(request.model)) and self.remote is not None:
             agent = self._agent_of(request.model)
@@ -303,6 +311,20 @@ class GatewaySession(AttemptSession):
                 before.num_tokens + num_tokens, before.num_cached + num_cached
             )
 
+        scored = None
+        if request.prompt_logprobs:
+            scored = await conversation.score(cast("str | list[int]", prompt))
+        if scored is not None and not request.samples:
+            note_prompt_size(len(scored.ids), 0)
+            turn = _empty_turn(scored.ids)
+            for answer in answers:
+                answer.finish(turn)
+            ids = scored.ids if request.token_ids else []
+            return [
+                _with_prompt(answer.reply(turn, delivery.prompt, ids), scored, chat)
+                for answer in answers
+            ]
+
         turns = await conversation.complete(
             with_names(cast("list[Message]", prompt)) if request.has_messages else prompt,
             tools=request.tools,
@@ -332,10 +354,13 @@ class GatewaySession(AttemptSession):
                     conversation.recognise(turn.index, answer.told_message)
 
         prompt_ids = conversation.prompt_ids(turns[0].index) if request.token_ids else []
-        return [
+        replies = [
             answer.reply(turn, delivery.prompt, prompt_ids, completion.top_logprobs)
             for answer, turn, completion in zip(answers, turns, completions, strict=True)
         ]
+        if scored is None:
+            return replies
+        return [_with_prompt(reply, scored, chat) for reply in replies]
 
     def remote_name(self, model_name: str | None) -> str:
         """The remote model that a client's model name selects; empty if it selects none."""
@@ -487,6 +512,24 @@ def _renumber(on_pieces: OnPieces | None, first: int) -> OnPieces | None:
     if on_pieces is None or not first:
         return on_pieces
     return lambda number, pieces: on_pieces(first + number, pieces)
+
+
+def _empty_turn(prompt_ids: list[int]) -> Turn:
+    """The turn of an answer without a sampled token, which is not recorded."""
+    return Turn(
+        index=0,
+        prompt_ids=prompt_ids,
+        completion_ids=[],
+        logprobs=[],
+        versions=[],
+        finish_reason="length",
+        messages=(Message("assistant", ""),),
+    )
+
+
+def _with_prompt(reply: ModelReply, scored: ScoredPrompt, chat: ChatFormat) -> ModelReply:
+    tokens = chat.token_texts(scored.ids)
+    return replace(reply, prompt_tokens=tokens, prompt_logprobs=scored.logprobs)
 
 
 def _text_of(prompt: Prompt, chat: ChatFormat) -> str:

@@ -45,8 +45,10 @@ from agentevo.inference.conversations.drift import Drift
 from agentevo.inference.conversations.history import Histories, HistoryMatch, HistoryNode
 from agentevo.inference.conversations.plain_prompts import (
     PlainTexts,
+    ScoredPrompt,
     checked_ids,
     recorded_beginning,
+    score_ids,
 )
 from agentevo.inference.conversations.prompt_images import (
     check_no_images,
@@ -273,6 +275,12 @@ class Conversation:
 
         added, _ = await self._encode_new(match, new)
         return len(self._recorded_of(match)) + len(added)
+
+    async def score(self, prompt: str | Sequence[int]) -> ScoredPrompt:
+        """The log-probs of a prompt's tokens under the newest weights. Records nothing. Raises the
+        errors of `score_ids` and of `complete`."""
+        joined = await self._join(prompt, ToolSchemas(), OWN_VALUES)
+        return await score_ids(self._engine, joined.ids, deadline_s=self._timeout_s)
 
     async def check(self, prompt: str | Sequence[int | Message]) -> None:
         """Checks a prompt that is a text or token ids. Raises the same errors as `complete`."""

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from agentevo.errors import BadRequestError
+from agentevo.inference.engine import Engine, ScoringEngine
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.types import Turn
 from agentevo.types.turn_columns import TURN_COLUMNS
@@ -86,3 +88,25 @@ def recorded_beginning(
                 reached.append((end, child))
 
     return num_recorded, parent if num_recorded else None
+
+
+class ScoredPrompt(NamedTuple):
+    """The tokens of a prompt, and the log-probs of all but the first at temperature 1."""
+
+    ids: list[int]
+    logprobs: list[float]
+
+
+async def score_ids(engine: Engine, ids: list[int], *, deadline_s: float) -> ScoredPrompt:
+    """The log-probs of a prompt's tokens. Raises BadRequestError if the engine computes none, and
+    the errors of its `score`."""
+    if not isinstance(engine, ScoringEngine):
+        raise BadRequestError(
+            "this engine computes no log-probs of a prompt: leave out echo or logprobs, or serve "
+            "the model with engine.type=torch"
+        )
+    if len(ids) == 1:
+        return ScoredPrompt(ids, [])
+
+    scores = await engine.score(ids[:1], ids[1:], deadline_s=deadline_s)
+    return ScoredPrompt(ids, list(scores.logprobs))

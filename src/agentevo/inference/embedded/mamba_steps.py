@@ -28,6 +28,10 @@ def bounded_steps(model: nn.Module) -> Iterator[None]:
         mixers: list[Any] = [m for m in model.modules() if type(m).__name__ in MIXERS]
         _BOUNDED[model] = [mixer for mixer in mixers if mixer.time_step_limit[0] > 0]
 
+    if not _BOUNDED[model]:
+        yield
+        return
+
     with ExitStack() as hooks:
         for mixer in _BOUNDED[model]:
             hooks.enter_context(_time_step_bound(mixer))

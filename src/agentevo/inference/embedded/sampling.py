@@ -123,6 +123,9 @@ def draw_with_alternatives(
         logprobs = torch.where(greedy, torch.zeros_like(logprobs), logprobs)
 
     drawn: list[int] = tokens.tolist()
+    if not any(p.top_logprobs for p in params):
+        return drawn, logprobs.tolist(), [[] for _ in drawn]
+
     alternatives = [
         [(token, 0.0)] if p.top_logprobs and not p.temperature else _likeliest(row, total, p)
         for token, row, total, p in zip(drawn, weights, totals, params, strict=True)
@@ -146,12 +149,12 @@ def summed_weights(weights: torch.Tensor) -> torch.Tensor:
     batch, vocab = weights.shape
     if vocab % _BLOCK:
         weights = torch.nn.functional.pad(weights, (0, _BLOCK - vocab % _BLOCK))
-    return _block_ends(weights.view(batch, -1, _BLOCK))[:, -1]
+    return _block_sums(weights.view(batch, -1, _BLOCK)).cumsum(-1)[:, -1]
 
 
-def _block_ends(blocks: torch.Tensor) -> torch.Tensor:
-    """The cumulative sums [B, blocks] float64 of weights in blocks [B, blocks, _BLOCK]."""
-    return blocks.sum(-1).double().cumsum(-1)
+def _block_sums(blocks: torch.Tensor) -> torch.Tensor:
+    """The sums [B, blocks] float64 of weights in blocks [B, blocks, _BLOCK]."""
+    return blocks.sum(-1).double()
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,13 +169,14 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
         weights = torch.nn.functional.pad(weights, (0, _BLOCK - vocab % _BLOCK))
 
     blocks = weights.view(batch, -1, _BLOCK)
-    block_ends = _block_ends(blocks)
+    block_sums = _block_sums(blocks)
+    block_ends = block_sums.cumsum(-1)
     totals = block_ends[:, -1]
     target = (uniforms * totals).unsqueeze(1)
     block = torch.searchsorted(block_ends, target, right=True).clamp_max(
         block_ends.shape[1] - 1
     )  # [B, 1]
-    start = block_ends.gather(1, block) - blocks.sum(-1).double().gather(1, block)
+    start = block_ends.gather(1, block) - block_sums.gather(1, block)
     inside = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, _BLOCK)).squeeze(1)  # [B, 256]
     place = torch.searchsorted(inside.double().cumsum(-1), target - start, right=True).clamp_max(
         _BLOCK - 1

@@ -135,7 +135,8 @@ class _Pass:
         stretches = [Stretch(s, s.cached, 1) for s in members]
         group = self._group(stretches, places)
         lengths = torch.tensor([[s.cached] for s in members], device=group.input_ids.device)
-        mask = mask_of(lengths, stack.width) if self.support.bytes_per_token else None
+        has_mask = self.support.bytes_per_token > 0 and stack.has_padding
+        mask = mask_of(lengths, stack.width) if has_mask else None
         positions = self._positions(stretches, lengths)
         logits, stack.state = run_states(
             self.model, group, stack.state, positions, mask, self._features(stretches)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -82,6 +81,11 @@ class StateStack:
     width: int = 0
     """The number of tokens of the longest member."""
 
+    @property
+    def has_padding(self) -> bool:
+        """Whether a member is shorter than another one."""
+        return any(sequence.cached != self.width for sequence in self.members)
+
     def put(self, members: Sequence[StateSequence]) -> None:
         """Makes these sequences the members. New members give their states to the stack."""
         if [*members] == self.members:
@@ -121,19 +125,29 @@ def run_states(
     features: Sequence[ImageFeatures] = (),
 ) -> tuple[torch.Tensor, Any]:
     """One pass that continues from `state`, which may be changed. `positions` [B, L], or [A, B, L]
-    on several axes. `mask`: of stacked states. `features`: those of the pass's feature tokens.
-    Returns the logits [n, V] at the group's places, and the new state."""
+    on several axes. `mask`: of stacked states with padding. `features`: those of the pass's feature
+    tokens. Returns the logits [n, V] at the group's places, which are in order, and the new
+    state."""
     accepted = accepted_inputs(model)
     offered: dict[str, Any] = {"position_ids": positions, "attention_mask": mask}
     offered |= dict.fromkeys(CACHE_NAMES, state)
     inputs = {
         name: value for name, value in offered.items() if name in accepted and value is not None
     }
-    is_step = group.input_ids.shape[1] == 1
-    with bounded_steps(model) if is_step else nullcontext():
-        outputs = run_rows(model, group, features, **{"use_cache": True, **inputs})
+    inputs["use_cache"] = True
+    rows, columns = group.input_ids.shape
+    if columns > 1:
+        outputs = run_rows(model, group, features, **inputs)
+        return outputs.logits[0], state_of(outputs, accepted)
 
-    return outputs.logits[0], state_of(outputs, accepted)
+    with bounded_steps(model):
+        if len(group.rows) < rows or features or group.types is not None:
+            outputs = run_rows(model, group, features, **inputs)
+            return outputs.logits[0], state_of(outputs, accepted)
+
+        run: Any = model
+        outputs = run(input_ids=group.input_ids, **inputs)  # every place is needed
+        return outputs.logits[:, 0], state_of(outputs, accepted)
 
 
 def copy_state(state: Any) -> Any:

@@ -461,12 +461,10 @@ class TorchEngine(PublishingEngine):
         try:
             while True:
                 scheduler.drop_abandoned()
-                if not self.asleep:
-                    self._admit()
-                if not scheduler.running:
+                finished = self._step()
+                if finished is None:
                     break
 
-                finished = self._step()
                 self.failed_steps = 0
                 for _ in range(4 if finished else 1):  # lets agents ask for their next turn
                     await asyncio.sleep(0)
@@ -479,8 +477,6 @@ class TorchEngine(PublishingEngine):
                 if request.future is not None and not request.future.done():
                     request.future.set_exception(failure)
 
-    @own_torch_state()
-    @torch.inference_mode()
     def _admit(self) -> None:
         """While no new request is admitted, those that have begun continue."""
         self.scheduler.grow()
@@ -488,9 +484,14 @@ class TorchEngine(PublishingEngine):
 
     @own_torch_state()
     @torch.inference_mode()
-    def _step(self) -> int:
-        """Runs one forward pass, or one for each version that running requests ask for. Returns how
-        many requests finished."""
+    def _step(self) -> int | None:
+        """Admits requests, then runs one forward pass, or one for each version that running
+        requests ask for. Returns how many requests finished; None if none was running."""
+        if not self.asleep:
+            self._admit()
+        if not self.scheduler.running:
+            return None
+
         started = time.perf_counter()
         by_version: dict[int, list[Sequence]] = {}
         for sequence in self.scheduler.running:

@@ -24,8 +24,7 @@ def own_torch_state() -> Iterator[None]:
     """While the context is open: gradients on, no inference mode, no autocast, and the CPU as the
     default device. For code without `await`."""
     with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.inference_mode(False))  # also turns gradients on
         for kind in autocasting():
             stack.enter_context(torch.autocast(kind, enabled=False))
         if torch.get_default_device() != _CPU:
