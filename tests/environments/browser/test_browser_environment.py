@@ -24,7 +24,7 @@ FORM = """<!doctype html><title>Form</title><body style="margin: 0; font: 14px s
 <div id="drag" style="top: 200px; width: 40px; height: 40px; background: red"
   onmousedown="this.held = true"></div>
 <p id="log" style="top: 250px">empty</p>
-<div style="top: 300px; height: 2000px"></div>
+<div style="top: 300px; width: 1px; height: 2000px"></div>
 <script>
   const nameField = document.querySelector('#name');
   const log = (text) => { document.querySelector('#log').textContent = text; };

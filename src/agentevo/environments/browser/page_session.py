@@ -273,8 +273,11 @@ class PageSession:
         await self.page.mouse.wheel(
             action.dx * self._settings.width / SCALE, action.dy * self._settings.height / SCALE
         )
-        # The compositor scrolls, within its next frames.
-        await self.page.screenshot(clip={"x": 0, "y": 0, "width": 1, "height": 1})
+        # The compositor scrolls within its next frames, which the page's own clock doesn't see.
+        await self._evaluate_isolated(
+            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+            ".then(() => null)"
+        )
 
     async def _do_drag(self, action: BrowserAction) -> None:
         assert action.place is not None and action.to is not None
