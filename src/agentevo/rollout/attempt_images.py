@@ -37,8 +37,9 @@ class AttemptImages:
                     what="image",
                 )
 
-            for policy in policies if image is not None else ():
-                policy.conversation.images.add(image)
+            if image is not None:
+                for policy in policies:
+                    policy.conversation.images.add(image)
 
     async def keep(self, policies: Iterable[Policy], trajectories: Iterable[Trajectory]) -> None:
         """Stores the images that these trajectories name, from the policies of their attempts."""

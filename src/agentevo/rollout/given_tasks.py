@@ -390,9 +390,11 @@ def checked_tasks(rows: Any, where: str) -> TaskList:
     tasks = TaskList()
     for index, row in enumerate(rows):
         try:
+            if isinstance(row, Task):
+                tasks.append(row)
+                continue
             plain = dict(row) if isinstance(row, Mapping) else row
-            is_task = isinstance(plain, Task)
-            tasks.append(plain if is_task else task_of(plain, TaskFields(), images=images))
+            tasks.append(task_of(plain, TaskFields(), images=images))
         except RowError as error:
             raise ConfigError(f"{where}[{index}]: {error}") from error
 
