@@ -79,7 +79,8 @@ def test_a_reference_of_a_stage_begins_with_its_part_of_another_model(monkeypatc
         for parameter in other.parameters():
             parameter.mul_(2)
 
-    monkeypatch.setattr(roles, "load_base", lambda folder, overrides: SimpleNamespace(model=other))
+    base = SimpleNamespace(model=other)
+    monkeypatch.setattr(roles, "load_base", lambda folder, overrides, images: base)
     model = made("llama+deep")
     pipeline_parallel(model, stage(1, 2))
     reference = roles.Reference(model, AlgorithmSection(kl_coef=0.1, reference_model="other"))

@@ -16,6 +16,10 @@ VISION_PARTS = ("tower", "projector")
 class VisionSection(Section):
     """How a model that sees is trained on images. For models with a vision tower only."""
 
+    images: bool = True
+    """Whether the model is shown images. With `false` it is a text model: Gemma 3 shares prefixes,
+    and such models can be divided over processes (`trainer.parallel`). Their checkpoints still have
+    the tower."""
     freeze: tuple[Literal["tower", "projector"], ...] = ()
     """Parts that stay as they are: the `tower`, which reads pixels, and the `projector`, which
     turns its results into the language model's features. Frozen parts need no gradients and no
@@ -36,7 +40,17 @@ class VisionSection(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _images_are_shown(self) -> Self:
+        others = [name for name in self.chosen if name != "images"]
+        if not self.images and others:
+            raise ValueError(
+                f"{others[0]} is for images, and images=false shows none: remove one of them"
+            )
+        return self
+
     @property
     def chosen(self) -> list[str]:
         """The keys that are not at their defaults."""
-        return [name for name in type(self).model_fields if getattr(self, name)]
+        fields = type(self).model_fields
+        return [name for name, field in fields.items() if getattr(self, name) != field.default]

@@ -28,7 +28,7 @@ from agentevo.config import LoraSection, ModelSection, VisionSection
 from agentevo.errors import ModelError
 from agentevo.models.compute.attention import prepare
 from agentevo.models.compute.linear import FastLinear, available
-from agentevo.models.compute.rows import run_rows
+from agentevo.models.compute.rows import row_settings, run_rows
 from agentevo.models.files.load import load_hollow, load_model
 from agentevo.models.files.merge import merge_adapter
 from agentevo.models.files.save import save_model
@@ -88,6 +88,28 @@ def test_the_text_half_of_a_folder_stays_a_text_model(folders: Any, tmp_path: Pa
     assert loaded.processor is None
     with pytest.raises(ModelError, match=r"model.vision.freeze is for models that see.*tower"):
         load_seeing(folder, vision=VisionSection(freeze=("tower",)))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("gemma3", "Gemma3ForConditionalGeneration"), ("qwen3_5", "Qwen3_5ForCausalLM")],
+)
+def test_a_model_that_is_shown_no_images_is_a_text_model(
+    name: str, kind: str, folders: Any, tmp_path: Path
+) -> None:
+    folder = folders(name)
+    loaded = load_seeing(folder, vision=VisionSection(images=False))
+    assert type(loaded.model).__name__ == kind
+    assert loaded.processor is None and processor_of(loaded.model) is None
+    prepare(loaded.model)
+    has_recurrence = name == "qwen3_5"
+    assert (row_settings(loaded.model) is not None) == has_recurrence
+
+    saved = save_model(loaded.model, loaded.tokenizer, tmp_path / "saved")
+    names = {name for name, _ in load_seeing(saved).model.named_parameters()}
+    assert names == {name for name, _ in load_seeing(folder).model.named_parameters()}
+    with pytest.raises(ValueError, match="max_pixels is for images, and images=false shows none"):
+        VisionSection(images=False, max_pixels=64)
 
 
 def test_older_folders_have_their_template_in_a_file_of_its_own(

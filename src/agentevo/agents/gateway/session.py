@@ -523,7 +523,7 @@ def _empty_turn(prompt_ids: list[int]) -> Turn:
         logprobs=[],
         versions=[],
         finish_reason="length",
-        messages=(Message("assistant", ""),),
+        messages=[Message("assistant", "")],
     )
 
 

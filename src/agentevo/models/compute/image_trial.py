@@ -45,6 +45,7 @@ from agentevo.models.vision.parts import (
     forget_positions,
     has_tower,
     processor_of,
+    reads_text_only,
     remembers_positions,
     set_attention,
 )
@@ -76,8 +77,8 @@ class ImageText:
 def try_out_images(model: PreTrainedModel, implementation: str) -> None:
     """Raises ModelError if AgentEvo's attention, called `implementation`, would compute a model
     with a vision tower differently from transformers, or if this can't be tried. Does nothing for
-    other models, and for models on the device `meta`."""
-    if not has_tower(model) or next(model.parameters()).is_meta:
+    other models, models that are shown no images, and models on the device `meta`."""
+    if not has_tower(model) or next(model.parameters()).is_meta or reads_text_only(model):
         return
     processor = processor_of(model)
     if processor is None:

@@ -206,7 +206,7 @@ def _text_logits(
     """The logits [T, V] of a text in a pass with other texts. `with_positions`: the model gets the
     positions from 0 on, if its `forward` takes them."""
     group = padded_group([text, *others], [(0, column) for column in range(len(text))], model)
-    inputs = {}
+    inputs: dict[str, Any] = {}
     if with_positions and "position_ids" in accepted_inputs(model):
         inputs["position_ids"] = torch.arange(len(text), device=group.rows.device).unsqueeze(0)
 

@@ -50,6 +50,7 @@ from agentevo.models.vision.parts import (
     freeze_parts,
     has_tower,
     set_processor,
+    show_no_images,
 )
 from agentevo.models.vision.processor import VisionProcessor, load_processor
 from agentevo.runtime.cpu_threads import check_threads
@@ -134,6 +135,7 @@ def _load(
         device,
         quantized,
         section.config_overrides,
+        images=section.vision.images,
     )
     if section.lora.enabled:
         loaded = replace(loaded, model=add_adapter(loaded.model, section.lora, seed))
@@ -144,6 +146,11 @@ def _with_processor(loaded: LoadedModel, section: ModelSection, folder: Path | N
     """The model with its processor, and with the frozen parts of `model.vision`. Raises ModelError
     for such keys and a model without tower or image processor, and for a version of transformers
     whose models take no features."""
+    if not section.vision.images:
+        if has_tower(loaded.model):
+            show_no_images(loaded.model)
+        return loaded
+
     if folder is None or not has_tower(loaded.model) or not has_image_processor(folder):
         for key in section.vision.chosen:
             missing = "image processor" if has_tower(loaded.model) else "vision tower"
@@ -174,9 +181,11 @@ def _with_processor(loaded: LoadedModel, section: ModelSection, folder: Path | N
     return replace(loaded, processor=processor)
 
 
-def load_base(name: str, overrides: Mapping[str, Any]) -> LoadedModel:
-    """Loads a model with `overrides` of its configuration, in its own dtype, on the CPU."""
-    return _from_pretrained(name, fetch(name), "auto", torch.device("cpu"), {}, overrides)
+def load_base(name: str, overrides: Mapping[str, Any], *, images: bool = True) -> LoadedModel:
+    """Loads a model with `overrides` of its configuration, in its own dtype, on the CPU. `images`:
+    whether it is shown images."""
+    device = torch.device("cpu")
+    return _from_pretrained(name, fetch(name), "auto", device, {}, overrides, images=images)
 
 
 def _quantization_arguments(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -212,22 +221,20 @@ def _from_pretrained(
     device: torch.device,
     quantized: dict[str, Any],
     overrides: Mapping[str, Any],
+    *,
+    images: bool = True,
 ) -> LoadedModel:
-    config_options = {"config": _config(name, folder, overrides)} if overrides else {}
+    options: dict[str, Any] = {"dtype": dtype, **quantized}
+    if overrides:
+        options["config"] = _config(name, folder, overrides)
     changed = f" with model.config_overrides={json.dumps(dict(overrides))}" if overrides else ""
-    model, tokenizer = _read_folder(
-        f"model {name!r}{changed}",
-        folder,
-        *model_class(folder),
-        dtype=dtype,
-        **config_options,
-        **quantized,
-    )
+    reader, kind = model_class(folder, images)
+    model, tokenizer = _read_folder(f"model {name!r}{changed}", folder, reader, kind, **options)
     model.config_overrides = dict(overrides)
     _check_rows(name, model, tokenizer)
     limit_to_tokens(model, tokenizer)
     if not quantized:
-        remember_unused(model, folder, overrides)
+        remember_unused(model, folder, overrides, reader)
     if quantized:  # already on the device; such weights can't be moved or converted
         _keep_unpacked(model)
         return LoadedModel(model.requires_grad_(False).eval(), tokenizer, name)
@@ -248,7 +255,7 @@ def hollow_model(section: ModelSection, folder: Path) -> PreTrainedModel:
     """The model that is saved in `folder`, with the section's settings but without adapters, on the
     device `meta`. Reads only config.json, and no weights. Raises ModelError."""
     shape = _config(section.name, folder, section.config_overrides)
-    reader, kind = model_class(folder)
+    reader, kind = model_class(folder, section.vision.images)
     try:
         return make_hollow(section, shape, reader)
     except Exception as error:  # a damaged config.json may raise anything

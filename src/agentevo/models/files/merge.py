@@ -28,7 +28,8 @@ def merge_adapter(folder: Path, out: Path, base: str | None = None) -> Path:
     if not name:
         raise ModelError(f"adapter {folder} does not name its base: give it with --base")
 
-    loaded = load_base(str(name), adapter_overrides(folder))
+    images = has_image_processor(folder)
+    loaded = load_base(str(name), adapter_overrides(folder), images=images)
     merged = load_adapter(loaded.model, folder)
     adapted: Any = merged
 
@@ -36,7 +37,7 @@ def merge_adapter(folder: Path, out: Path, base: str | None = None) -> Path:
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(folder)
 
-    if has_tower(loaded.model) and has_image_processor(folder):
+    if has_tower(loaded.model) and images:
         set_processor(loaded.model, load_processor(folder, loaded.model.config, tokenizer))
 
     return save_model(adapted.merge_and_unload(safe_merge=True), tokenizer, out)

@@ -30,12 +30,14 @@ CAUSAL = "a causal language model"
 SEEING = "a vision-language model"
 
 
-def reads_images(folder: Path) -> bool:
-    """Whether the folder's model is read with its vision tower. False for a damaged config.json."""
+def reads_images(folder: Path, images: bool = True) -> bool:
+    """Whether the folder's model is read with its vision tower. `images`: whether it is shown
+    images. False for a damaged config.json."""
     kind = str(_config_of(folder).get("model_type"))
     if kind not in SEEING_TYPES:
         return False
-    return kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or has_image_processor(folder)
+    is_shown_images = images and has_image_processor(folder)
+    return is_shown_images or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def has_image_processor(folder: Path) -> bool:
@@ -56,16 +58,17 @@ def saved_processor(
 ) -> VisionProcessor | None:
     """The processor of the folder's model, with the recipe's limits. None for a model that reads
     text only. Raises ModelError."""
-    if not reads_images(folder) or not has_image_processor(folder):
+    if not section.images or not reads_images(folder) or not has_image_processor(folder):
         return None
     return load_processor(
         folder, config, tokenizer, min_pixels=section.min_pixels, max_pixels=section.max_pixels
     )
 
 
-def model_class(folder: Path) -> tuple[Any, str]:
-    """The class that reads the folder's model, and what such a model is called."""
-    if reads_images(folder):
+def model_class(folder: Path, images: bool = True) -> tuple[Any, str]:
+    """The class that reads the folder's model, and what such a model is called. `images`: whether
+    it is shown images."""
+    if reads_images(folder, images):
         return AutoModelForImageTextToText, SEEING
     return AutoModelForCausalLM, CAUSAL
 

@@ -27,7 +27,6 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from agentevo.errors import ModelError
 from agentevo.models.compute.parts import Spec
-from agentevo.models.files.model_class import model_class
 from agentevo.models.files.tensor_file import (
     DTYPE_NAMES,
     FILE_BYTES,
@@ -57,10 +56,12 @@ class UnusedTensors:
         return self
 
 
-def remember_unused(model: PreTrainedModel, folder: Path, overrides: Mapping[str, Any]) -> None:
-    """Finds the unused tensors of the folder that the model was loaded from, with `overrides` of
-    its configuration. Reads the headers of the files only. Raises ModelError for a tensor that
-    can't be copied."""
+def remember_unused(
+    model: PreTrainedModel, folder: Path, overrides: Mapping[str, Any], reader: Any
+) -> None:
+    """Finds the unused tensors of the folder that the model was loaded from by the class `reader`,
+    with `overrides` of its configuration. Reads the headers of the files only. Raises ModelError
+    for a tensor that can't be copied."""
     paths = list(list_weight_files(f"model {folder}", folder, [WHOLE]))
     config = AutoConfig.from_pretrained(folder)
     if not paths or getattr(config.get_text_config(), "quantization_config", None) is not None:
@@ -71,7 +72,7 @@ def remember_unused(model: PreTrainedModel, folder: Path, overrides: Mapping[str
     like = model
     if overrides:  # which may leave layers out
         with torch.device("meta"):
-            like = model_class(folder)[0].from_config(config)
+            like = reader.from_config(config)
 
     loaded = like.state_dict()
     transforms = copy.deepcopy(getattr(model, "_weight_conversions", None) or [])

@@ -59,6 +59,9 @@ SEEING_TYPES = frozenset(_PLACES)
 _KEY = "_agentevo_processor"
 """The attribute of a model that has its processor. Copies of the model keep it."""
 
+_TEXT_ONLY = "_agentevo_text_only"
+"""The attribute of a model that sees and is shown no images."""
+
 
 def set_processor(model: PreTrainedModel, processor: VisionProcessor) -> None:
     """Connects a model with the processor of its images."""
@@ -69,6 +72,16 @@ def processor_of(model: nn.Module) -> VisionProcessor | None:
     """The processor of a model's images. None for a model that is shown no images."""
     processor: VisionProcessor | None = vars(causal_model(model)).get(_KEY)  # type: ignore[arg-type]
     return processor
+
+
+def show_no_images(model: PreTrainedModel) -> None:
+    """Makes a model that sees one that is never shown images."""
+    vars(causal_model(model))[_TEXT_ONLY] = True
+
+
+def reads_text_only(model: PreTrainedModel) -> bool:
+    """Whether `show_no_images` was called."""
+    return _TEXT_ONLY in vars(causal_model(model))
 
 
 def has_tower(model: nn.Module) -> bool:

@@ -47,7 +47,7 @@ from agentevo.store.codec import is_as_written
 from agentevo.store.opening import open_store
 from agentevo.store.store import Store
 from agentevo.types import SamplingParams, Task, Trajectory
-from agentevo.types.images import images_of_task, images_of_trajectory
+from agentevo.types.images import ImageFile, images_of_task, images_of_trajectory
 
 REWARD_TOLERANCE = 1e-9
 
@@ -160,7 +160,7 @@ async def replay(
             sources = _sources(versions, stored, missing, rebuilt)
             with bar("replay: sampling again"):
                 summary, chat, context = await _sample_again(
-                    config, policy, policy_trajectories, sources
+                    config, policy, policy_trajectories, sources, images.files
                 )
 
         replays |= summary
@@ -279,8 +279,10 @@ async def _sample_again(
     policy: str,
     trajectories: Sequence[Trajectory],
     sources: AsyncIterator[tuple[int, Source]],
+    images: Mapping[str, ImageFile],
 ) -> tuple[dict[str, TrajectoryReplay], ChatFormat | None, int]:
-    """Samples every token again (the first half), version after version. Returns the results with
+    """Samples every token again (the first half), version after version. `images`: the files of
+    the trajectories' images, by digest. Returns the results with
     the chat format and the context length of the models."""
     replays = {
         t.id: TrajectoryReplay(trajectory=t.id, versions=versions_of(t), reward=t.reward)
@@ -299,7 +301,7 @@ async def _sample_again(
             result = replays[trajectory.id]
             if version not in result.versions:
                 continue
-            resampled = resample(trajectory, version, loaded, filters)
+            resampled = resample(trajectory, version, loaded, filters, images)
             result.tokens += resampled.num_tokens
             result.ties += resampled.num_ties
             result.keep_first(*resampled.differences)

@@ -14,6 +14,7 @@ from agentevo.models.compute.parameters import trained_parameters
 from agentevo.models.compute.sharded import note_change
 from agentevo.models.files.load import load_base
 from agentevo.models.files.model_copy import copy_policy
+from agentevo.models.vision.parts import has_tower
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.roles.role_weights import load_weights, weights_of
@@ -51,7 +52,8 @@ class Reference:
                 "remove it, or choose algorithm.reference=base"
             )
 
-        base_parameters = dict(load_base(folder, {}).model.named_parameters())
+        base = load_base(folder, {}, images=has_tower(self.model))
+        base_parameters = dict(base.model.named_parameters())
         layouts = layouts_of(self.model)
         missing = [
             name
