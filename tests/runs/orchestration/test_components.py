@@ -9,13 +9,15 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_vision import write_tiny_vision
 
 from agentevo.agents import FunctionAgent, Outcome
 from agentevo.agents.policy import Policy
 from agentevo.config import build_config
 from agentevo.errors import ConfigError
+from agentevo.models.vision.parts import reads_text_only, vision_parameters
 from agentevo.rollout.task_source import TaskSource
-from agentevo.runs.orchestration.components import open_components
+from agentevo.runs.orchestration.components import load_policy, open_components
 from agentevo.runs.orchestration.players import make_environment
 from agentevo.types import Task
 from examples import examples
@@ -188,3 +190,19 @@ def test_the_tiny_policy_knows_every_word_of_its_environment(tmp_path):
                 assert len(ids) < len(text) / 2
 
     asyncio.run(work())
+
+
+def test_a_checkpoint_of_a_model_that_sees_is_trained_on_as_the_recipe_says(tmp_path):
+    """A resumed run loads its checkpoint. No file of it says what is frozen, or that the run shows
+    no images."""
+    folder = write_tiny_vision("qwen2_vl", tmp_path / "model")
+
+    def load(vision, checkpoint):
+        config = config_of(model={"name": str(folder), "vision": vision})
+        return load_policy(config, checkpoint).model
+
+    for checkpoint in (None, folder):
+        model = load({"freeze": ["tower"]}, checkpoint)
+        assert not any(p.requires_grad for _, p in vision_parameters(model, ["tower"]))
+        assert all(p.requires_grad for _, p in vision_parameters(model, ["projector"]))
+        assert reads_text_only(load({"images": False}, checkpoint))

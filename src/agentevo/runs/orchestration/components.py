@@ -154,13 +154,15 @@ class Components:
 
 def checkpoint_section(section: ModelSection, checkpoint: Path) -> ModelSection:
     """The recipe's model as a checkpoint has it: a whole model, or an adapter over the recipe's own
-    base. Its chat template is the checkpoint's, with the recipe's values of the variables."""
+    base. Its chat template is the checkpoint's, with the recipe's values of the variables. No file
+    of a checkpoint says which parts are frozen, or that no images are shown: the recipe does."""
     if not is_adapter_folder(checkpoint):
         return ModelSection(
             name=str(checkpoint),
             dtype=section.dtype,
             device=section.device,
             template=section.template,
+            vision=section.vision,
         )
 
     if section.name == "tiny":
