@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from pictures import data_url, file_of, picture
 
 from agentevo.data import rows
 from agentevo.environments.coins import CoinsConfig, CoinsEnvironment
@@ -356,6 +357,27 @@ def test_a_system_message_that_the_template_refuses_is_refused_with_advice_that_
     code, _, err = agentevo("train", *words, "--dry-run")
     assert code == (2 if remedy else 0), err
     assert err.rstrip().endswith(remedy) and ("no system role" in err) == bool(remedy), err
+
+
+@pytest.mark.parametrize("more", [["--dry-run"], []])
+def test_a_text_model_is_refused_where_images_are_shown(more, agentevo):
+    """Nothing of the run remains, and the same folder can be used again."""
+    image = data_url(file_of(picture()))
+    seen = [{"query": f"{n}?", "answer": "4", "image": image} for n in range(9)]
+    Path("seen.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in seen))
+    Path("seen.yaml").write_text(
+        "agent: single_turn\ntasks: seen.jsonl\nrewards: [contains]\n"
+        "model: {name: tiny, tiny: {tokenizer: byte, hidden_size: 32, num_layers: 1}}\n"
+        "trainer: {groups_per_step: 2}\n"
+    )
+    lake = ["environment.type=frozen_lake", "environment.observation=image"]
+    for words, shown in (
+        (["small.yaml", *lake], "environment: its observations have images"),
+        (["seen.yaml"], "tasks: some have images"),
+    ):
+        code, _, err = agentevo("train", *words, "run.dir=new", *more)
+        assert code == 2 and f"{shown}, and model.name=tiny reads text only: choose" in err, err
+        assert not Path("new").exists()
 
 
 def _load_without_system(config, checkpoint=None, **options):

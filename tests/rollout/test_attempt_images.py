@@ -16,6 +16,7 @@ from agentevo.config import build_config
 from agentevo.errors import ConfigError
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.tiny_tokenizer import byte_tokenizer
+from agentevo.rollout.attempt_images import check_sees
 from agentevo.rollout.given_tasks import TaskList, checked_tasks
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.task_source import TaskSource
@@ -126,6 +127,38 @@ def test_tasks_with_images_need_a_model_that_sees(tmp_path: Path) -> None:
     tasks = checked_tasks([ROW], "tasks")
     with pytest.raises(ConfigError, match=r"reads text only: choose a model that sees"):
         sample(tasks, tmp_path, chat=ChatFormat(byte_tokenizer(512)), task_images=tasks.images)
+
+
+@pytest.mark.parametrize(
+    ("environment", "shows_images"),
+    [
+        ({"type": "frozen_lake"}, False),
+        ({"type": "frozen_lake", "observation": "both"}, True),
+        ({"type": "sokoban", "observation": "image"}, True),
+        ({"type": "gymnasium", "id": "CartPole-v1", "observation": "image"}, True),
+        ({"type": "openenv", "url": "http://127.0.0.1:1", "image_fields": ["screen"]}, True),
+        ({"type": "browser", "url": "http://127.0.0.1:1", "observation": "screenshot"}, True),
+        ({"type": "browser", "url": "http://127.0.0.1:1"}, False),
+    ],
+)
+def test_environments_with_images_need_a_model_that_sees(
+    environment: dict[str, Any], shows_images: bool
+) -> None:
+    config = build_config({"environment": environment})
+    check_sees(config, {}, [seeing_chat()])
+    blind = [ChatFormat(byte_tokenizer(512))]
+    if not shows_images:
+        check_sees(config, {}, blind)
+        return
+
+    with pytest.raises(ConfigError, match=r"environment: .* model.name=tiny reads text only"):
+        check_sees(config, {}, blind)
+
+    hidden = build_config(
+        {"environment": environment, "model": {"name": "folder", "vision": {"images": False}}}
+    )
+    with pytest.raises(ConfigError, match=r"model.vision.images=false .* remove that key"):
+        check_sees(hidden, {}, blind)
 
 
 def test_a_program_gives_tasks_with_images() -> None:

@@ -35,6 +35,12 @@ class EnvironmentConfig(pydantic.BaseModel):
     max_actions: int = pydantic.Field(default=10, ge=1)
     """Actions after which an unfinished episode is truncated."""
 
+    @property
+    def shows_images(self) -> bool:
+        """Whether the player is shown images with these options. If so, a run whose model reads
+        text only is refused before it begins. False where only an episode tells."""
+        return False
+
 
 class TextEnvironment(gymnasium.Env[Shown, str], ABC):
     """A seeded environment with text actions, whose observations are texts or have images.

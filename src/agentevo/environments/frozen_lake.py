@@ -67,6 +67,10 @@ class FrozenLakeConfig(EnvironmentConfig):
     cell_pixels: int = pydantic.Field(default=32, ge=8, le=128)
     """The width and height of a tile in the picture."""
 
+    @property
+    def shows_images(self) -> bool:
+        return self.observation in ("image", "both")
+
 
 RED = (214, 40, 40)
 

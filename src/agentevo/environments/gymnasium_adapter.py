@@ -83,6 +83,10 @@ class GymnasiumConfig(EnvironmentConfig):
     """Whether an ended episode succeeded if its last reward was positive (`reward`), or in any case
     (`termination`)."""
 
+    @property
+    def shows_images(self) -> bool:
+        return self.observation in ("image", "both")
+
 
 def as_text(observation: object) -> str:
     """An observation of any Gymnasium space as text."""

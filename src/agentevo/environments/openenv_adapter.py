@@ -74,6 +74,10 @@ class OpenEnvConfig(EnvironmentConfig):
     max_message_mb: float = pydantic.Field(default=4.0, gt=0)
     """The maximum size of a message from the server, in megabytes."""
 
+    @property
+    def shows_images(self) -> bool:
+        return bool(self.image_fields)
+
 
 @dataclass(frozen=True)
 class OpenEnvForm:

@@ -270,6 +270,10 @@ class SokobanConfig(EnvironmentConfig):
     cell_pixels: int = pydantic.Field(default=32, ge=8, le=128)
     """The width and height of a cell in the picture."""
 
+    @property
+    def shows_images(self) -> bool:
+        return self.observation in ("image", "both")
+
     @pydantic.model_validator(mode="after")
     def _check_room(self) -> SokobanConfig:
         height, width = self.dim

@@ -8,10 +8,44 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from agentevo.agents.policy import Policy
+from agentevo.config import RunConfig
+from agentevo.errors import ConfigError
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.runtime.retry import STORE_RETRY_S, with_retries
 from agentevo.store.store import Store
 from agentevo.types import Task, Trajectory
 from agentevo.types.images import ImageFile, images_of_task, images_of_trajectory
+
+
+def what_shows_images(config: RunConfig, task_images: Mapping[str, ImageFile]) -> str:
+    """What is known before the first attempt to show images: tasks that name `task_images`, or the
+    options of the environment. Empty if nothing is."""
+    if task_images:
+        return "tasks: some have images"
+    if config.environment is not None and config.environment.shows_images:
+        return "environment: its observations have images"
+    return ""
+
+
+def check_sees(
+    config: RunConfig, task_images: Mapping[str, ImageFile], chats: Iterable[ChatFormat]
+) -> None:
+    """Raises ConfigError if attempts are known to show images, and no model of these chats sees."""
+    shown = what_shows_images(config, task_images)
+    if not shown or any(chat.processor is not None for chat in chats):
+        return
+
+    if not config.model.vision.images:
+        raise ConfigError(
+            f"{shown}, and model.vision.images=false shows none to the model: remove that key, or "
+            "leave images out"
+        )
+
+    raise ConfigError(
+        f"{shown}, and model.name={config.model.name} reads text only: choose a model that sees, "
+        "such as Qwen/Qwen2.5-VL-3B-Instruct or HuggingFaceTB/SmolVLM-256M-Instruct, or leave "
+        "images out"
+    )
 
 
 class AttemptImages:

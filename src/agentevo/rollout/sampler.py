@@ -37,7 +37,12 @@ from agentevo.inference.engine import Engine
 from agentevo.inference.remote_models import RemoteConversations, RemoteModels
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.rewards.baselines import BaselineScorers
-from agentevo.rollout.attempt_images import AttemptImages, put_images_of_tasks
+from agentevo.rollout.attempt_images import (
+    AttemptImages,
+    check_sees,
+    put_images_of_tasks,
+    what_shows_images,
+)
 from agentevo.rollout.failures import FirstFailures
 from agentevo.rollout.group import GroupAttempt, InfrastructureFailure, RolloutGroup, write_group
 from agentevo.rollout.policy_scores import BASELINES, PolicyScores
@@ -130,7 +135,7 @@ class Sampler:
         training starts. `task_images`: the images of tasks that this process has read, by digest;
         the others come from the store. `gateway`: serves the API clients of attempts; by default
         the sampler creates its own, which listens when an agent first needs it and ends with
-        `close`. Raises ConfigError for tasks with images if no model sees."""
+        `close`. Raises ConfigError for tasks or an environment with images if no model sees."""
         self._config = config
         self._player = Player(engine, chat, context_length)
         self._players = players
@@ -157,10 +162,10 @@ class Sampler:
         """The named texts that attempts have used."""
 
     def use_images(self, images: Mapping[str, ImageFile]) -> None:
-        """Images of tasks, by digest, as the argument `task_images`."""
-        if images:
-            players = self._players.values() or [self._player]
-            _check_sees(self._config, [player.chat for player in players])
+        """Images of tasks, by digest, as the argument `task_images`. Raises ConfigError if no model
+        sees, also for an environment with images."""
+        players = self._players.values() or [self._player]
+        check_sees(self._config, images, [player.chat for player in players])
         self.task_images = images
 
     def close(self) -> None:
@@ -444,15 +449,6 @@ class Sampler:
         return stored_groups
 
 
-def _check_sees(config: RunConfig, chats: Sequence[ChatFormat]) -> None:
-    if all(chat.processor is None for chat in chats):
-        raise ConfigError(
-            f"tasks: some have images, and model.name={config.model.name} reads text only: choose "
-            "a model that sees, such as Qwen/Qwen2.5-VL-3B-Instruct or "
-            "HuggingFaceTB/SmolVLM-256M-Instruct, or leave those tasks out"
-        )
-
-
 def _final_error(tries: int, error: InfrastructureFailure) -> EngineError:
     kind = (
         EngineUnavailableError
@@ -478,17 +474,18 @@ class RemoteSampler(Sampler):
         calls: CallLog | None = None,
     ) -> None:
         """`model`: a name in the recipe's `remote_models`. The recipe has no named agents."""
+        self._model = model
         nothing = cast("Any", None)  # no engine samples tokens here, and no store keeps them
         super().__init__(config, nothing, nothing, agent, nothing, 0, calls=calls, note=note)
-        self._model = model
 
     def use_images(self, images: Mapping[str, ImageFile]) -> None:
         """See Sampler. Raises ConfigError if the remote model takes none."""
-        if images and not self.remote_models[self._model].sees_images:
+        shown = what_shows_images(self._config, images)
+        if shown and not self.remote_models[self._model].sees_images:
             raise ConfigError(
-                f"tasks: some have images, and the remote model {self._model} reads text alone: "
-                f"set remote_models.{self._model}.sees_images=true if it takes images, or leave "
-                "those tasks out"
+                f"{shown}, and the remote model {self._model} reads text alone: set "
+                f"remote_models.{self._model}.sees_images=true if it takes images, or leave images "
+                "out"
             )
         self.task_images = images
 

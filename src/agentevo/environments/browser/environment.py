@@ -75,6 +75,10 @@ class PageConfig(EnvironmentConfig):
     """The program of the browser, any Chromium. Empty: `chromium` or `google-chrome` in PATH, or
     Playwright's own."""
 
+    @property
+    def shows_images(self) -> bool:
+        return self.observation in ("screenshot", "both")
+
 
 class BrowserConfig(PageConfig):
     """The page, the task and its rewards."""

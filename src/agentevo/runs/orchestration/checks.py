@@ -22,6 +22,7 @@ from agentevo.models.files.resolve import TINY, locate, resolve, saved_folder
 from agentevo.models.files.weight_files import check_saved_model
 from agentevo.observability import LiveView
 from agentevo.observability.tracing import check_tracing
+from agentevo.rollout.attempt_images import check_sees
 from agentevo.rollout.given_tasks import GivenTasks
 from agentevo.runs.folder.chain import is_given_up
 from agentevo.runs.folder.creation import check_place
@@ -187,6 +188,9 @@ def check_dry(
     if not goes_on:
         lines = refusals.collect(check_weights, config) or []
         loaded = refusals.collect(check_unloaded, config)
+        if command == "train" and loaded is not None and len(_policies(config)) == 1:
+            images = {} if given_tasks is None else given_tasks.images
+            refusals.collect(check_sees, config, images, [chat_of(loaded)])
         if command == "sft" and loaded is not None:
             view = LiveView(config.run.name)
             refusals.collect(read_sft_data, config, loaded, view, lambda: False)
