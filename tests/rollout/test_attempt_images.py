@@ -154,6 +154,10 @@ def test_environments_with_images_need_a_model_that_sees(
     with pytest.raises(ConfigError, match=r"environment: .* model.name=tiny reads text only"):
         check_sees(config, {}, blind)
 
+    refuses = build_config({"environment": environment, "engine": {"batch_invariant": True}})
+    with pytest.raises(ConfigError, match=r"environment: .* engine.batch_invariant holds for text"):
+        check_sees(refuses, {}, [seeing_chat()])
+
     hidden = build_config(
         {"environment": environment, "model": {"name": "folder", "vision": {"images": False}}}
     )

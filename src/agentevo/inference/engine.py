@@ -162,9 +162,19 @@ def check_images(prompt_ids: Sequence[int], images: Sequence[PromptImage]) -> No
             )
 
 
+def why_text_only(section: EngineSection) -> str:
+    """Why an engine with these settings refuses images, whatever its model; empty if it does not,
+    or if it is of another package."""
+    if section.type in ("vllm", "sglang"):
+        return f"engine.type={section.type} can't be shown images: set engine.type=torch, which can"
+    if section.batch_invariant:
+        return "engine.batch_invariant holds for text only: leave the key out for images"
+    return ""
+
+
 def refuse_images(images: Sequence[PromptImage], why: str) -> None:
-    """Raises EngineError with this reason if there are images."""
-    if images:
+    """Raises EngineError with this reason, if there are images and it is not empty."""
+    if images and why:
         raise EngineError(why)
 
 

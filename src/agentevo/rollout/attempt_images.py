@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from agentevo.agents.policy import Policy
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError
+from agentevo.inference.engine import why_text_only
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.runtime.retry import STORE_RETRY_S, with_retries
 from agentevo.store.store import Store
@@ -30,9 +31,15 @@ def what_shows_images(config: RunConfig, task_images: Mapping[str, ImageFile]) -
 def check_sees(
     config: RunConfig, task_images: Mapping[str, ImageFile], chats: Iterable[ChatFormat]
 ) -> None:
-    """Raises ConfigError if attempts are known to show images, and no model of these chats sees."""
+    """Raises ConfigError if attempts are known to show images, and no model of these chats sees or
+    the engine refuses images."""
     shown = what_shows_images(config, task_images)
-    if not shown or any(chat.processor is not None for chat in chats):
+    if not shown:
+        return
+
+    if any(chat.processor is not None for chat in chats):
+        if why := why_text_only(config.engine):
+            raise ConfigError(f"{shown}, and {why}")
         return
 
     if not config.model.vision.images:

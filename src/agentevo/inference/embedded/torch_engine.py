@@ -57,6 +57,7 @@ from agentevo.inference.engine import (
     check_score,
     check_tokens,
     refuse_images,
+    why_text_only,
 )
 from agentevo.inference.weights.weight_checks import (
     PublishingEngine,
@@ -235,10 +236,7 @@ class TorchEngine(PublishingEngine):
             refuse_images(images, CANT_SEE)
             return list(prompt_ids), {}
 
-        if self.config.batch_invariant:
-            refuse_images(
-                images, "engine.batch_invariant holds for text only: leave the key out for images"
-            )
+        refuse_images(images, why_text_only(self.config))
         return await self._images.read(prompt_ids, images, deadline_s)
 
     async def _queue_and_wait(

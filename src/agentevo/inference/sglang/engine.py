@@ -39,6 +39,7 @@ from agentevo.inference.engine import (
     check_prompt,
     check_request,
     refuse_images,
+    why_text_only,
 )
 from agentevo.inference.serving.guarded_server import GuardedServer
 from agentevo.inference.sglang.options import check_keys, read_options
@@ -80,6 +81,7 @@ class SglangEngine(PublishingEngine):
         keys = check_keys(options)
         check_writable(model)
         self._options = options
+        self._why_text_only = why_text_only(section)
         self._tokenizer = tokenizer
         self._vocabulary = int(model.config.get_text_config().vocab_size)
         self._scratch = Path(tempfile.mkdtemp(prefix="agentevo-sglang-"))
@@ -171,9 +173,7 @@ class SglangEngine(PublishingEngine):
         """See Engine.generate. `session` has no effect, because SGLang finds prefixes by itself."""
         check_request(sampling, deadline_s)
         check_prompt(prompt_ids, sampling, self._vocabulary)
-        refuse_images(
-            images, "engine.type=sglang can't be shown images: set engine.type=torch, which can"
-        )
+        refuse_images(images, self._why_text_only)
         if sampling.grammar:
             raise GrammarError(
                 "engine.type=sglang does not support AgentEvo's grammars: use engine.type=torch"

@@ -47,6 +47,7 @@ from agentevo.inference.engine import (
     check_score,
     check_tokens,
     refuse_images,
+    why_text_only,
 )
 from agentevo.inference.token_listeners import tell
 from agentevo.inference.vllm.arguments import vllm_arguments
@@ -94,7 +95,6 @@ SHUTDOWN_S = 10.0
 """The time limit for vLLM's processes to end by themselves."""
 LOAD_S = 600.0
 """The time limit for vLLM to load weights from the disk."""
-_CANT_SEE = "engine.type=vllm can't be shown images: set engine.type=torch, which can"
 
 
 class VllmEngine(PublishingEngine):
@@ -178,7 +178,7 @@ class VllmEngine(PublishingEngine):
         check_request(sampling, deadline_s)
         check_sampling(sampling, is_drafting=self._is_drafting)
         check_prompt(prompt_ids, sampling, self._vocabulary)
-        refuse_images(images, _CANT_SEE)
+        refuse_images(images, why_text_only(self.config))
         self._check_room(prompt_ids, sampling.max_new_tokens)
 
         if sampling.stop_strings and self._tokenizer is None:
@@ -248,7 +248,7 @@ class VllmEngine(PublishingEngine):
     ) -> TokenScores:
         """See ScoringEngine.score. Only at temperature 1."""
         check_score(context_ids, ids, temperature, deadline_s)
-        refuse_images(images, _CANT_SEE)
+        refuse_images(images, why_text_only(self.config))
         if temperature != 1:
             raise EngineError(
                 f"score: temperature={temperature:g}: vLLM computes log-probs of given tokens at "
