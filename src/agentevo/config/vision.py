@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from agentevo.runtime.section import Section
 
-VISION_PARTS = ("tower", "projector")
+VISION_PARTS: tuple[Literal["tower", "projector"], ...] = ("tower", "projector")
 """The parts of a model that sees, besides its language model."""
 
 
@@ -48,6 +48,11 @@ class VisionSection(Section):
                 f"{others[0]} is for images, and images=false shows none: remove one of them"
             )
         return self
+
+    @property
+    def frozen(self) -> tuple[Literal["tower", "projector"], ...]:
+        """The parts that stay as they are. A model that is shown no images trains neither."""
+        return self.freeze if self.images else VISION_PARTS
 
     @property
     def chosen(self) -> list[str]:

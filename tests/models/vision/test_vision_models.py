@@ -101,6 +101,7 @@ def test_a_model_that_is_shown_no_images_is_a_text_model(
     loaded = load_seeing(folder, vision=VisionSection(images=False))
     assert type(loaded.model).__name__ == kind
     assert loaded.processor is None and processor_of(loaded.model) is None
+    assert not any(p.requires_grad for _, p in vision_parameters(loaded.model))
     prepare(loaded.model)
     has_recurrence = name == "qwen3_5"
     assert (row_settings(loaded.model) is not None) == has_recurrence
@@ -199,7 +200,7 @@ def test_adapters_reach_the_language_model_and_other_parts_by_name(name: str, fo
     parts = {part_of(tower.model, key) for key in adapted_names(tower.model)}
     assert parts == {None, "tower"}
     assert any(p.requires_grad for _, p in vision_parameters(tower.model, ["tower"]))
-    with pytest.raises(ModelError, match=r"model.lora trains .* has the tower: remove one"):
+    with pytest.raises(ModelError, match=r"lora trains .* keeps the tower as it is: remove one"):
         load_seeing(
             folder,
             lora=LoraSection(rank=2, targets=["tower"]),

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from tiny_vision import tiny_vision
 
 from agentevo.config import LoraSection, build_config
 from agentevo.models.compute.adapters import add_adapter
@@ -22,6 +23,7 @@ from agentevo.runs.doctor.memory_estimate import (
     layer_bytes,
     process_terms,
     shape_of,
+    shape_policy,
     sizes_of,
     total,
     trained_of,
@@ -150,6 +152,20 @@ def test_what_is_trained_decides(random_model):
     half = terms(plain.bfloat16(), load)
     assert half["weights"] == 6 * numbers, "and float32 masters"
     assert half["optimizer"] == 8 * numbers
+
+
+def test_frozen_parts_of_a_model_that_sees_are_not_trained():
+    def of(name, vision):
+        config = build_config({"model": {"name": name, "vision": vision}}, needs_environment=False)
+        return sizes_of(shape_policy(config, tiny_vision(name).config))
+
+    whole = of("qwen2_vl", {})
+    assert whole.frozen_bytes == 0
+    without = of("qwen2_vl", {"freeze": ["tower", "projector"]})
+    assert 0 < 4 * without.trained.total == 4 * whole.trained.total - without.frozen_bytes
+    assert of("qwen2_vl", {"images": False}).frozen_bytes == without.frozen_bytes
+    text = of("qwen3_5", {"images": False})  # its type has a class without a tower
+    assert text.numbers < of("qwen3_5", {}).numbers
 
 
 def test_memory_grows_linearly_with_tokens(random_model):

@@ -149,6 +149,7 @@ def _with_processor(loaded: LoadedModel, section: ModelSection, folder: Path | N
     if not section.vision.images:
         if has_tower(loaded.model):
             show_no_images(loaded.model)
+            freeze_parts(loaded.model, section.vision.frozen)
         return loaded
 
     if folder is None or not has_tower(loaded.model) or not has_image_processor(folder):
@@ -177,7 +178,7 @@ def _with_processor(loaded: LoadedModel, section: ModelSection, folder: Path | N
     set_processor(loaded.model, processor)
     ban_tokens(loaded.model, processor.vision_ids)
     forget_positions(loaded.model)
-    freeze_parts(loaded.model, section.vision.freeze)
+    freeze_parts(loaded.model, section.vision.frozen)
     return replace(loaded, processor=processor)
 
 
@@ -268,7 +269,8 @@ def make_hollow(
     """Creates the model of a configuration on the device `meta`, in the section's dtype and without
     adapters. `reader`: the class (models/files/model_class.py); by default that of the type.
     Raises any exception of the model's class."""
-    reader = class_of_type(shape.model_type) if reader is None else reader
+    if reader is None:
+        reader = class_of_type(shape.model_type, section.vision.images)
     with torch.device("meta"):
         model: PreTrainedModel = reader.from_config(shape, dtype=getattr(torch, section.dtype))
     return model.eval()

@@ -36,8 +36,7 @@ def reads_images(folder: Path, images: bool = True) -> bool:
     kind = str(_config_of(folder).get("model_type"))
     if kind not in SEEING_TYPES:
         return False
-    is_shown_images = images and has_image_processor(folder)
-    return is_shown_images or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return _has_tower(kind, images and has_image_processor(folder))
 
 
 def has_image_processor(folder: Path) -> bool:
@@ -73,9 +72,18 @@ def model_class(folder: Path, images: bool = True) -> tuple[Any, str]:
     return AutoModelForCausalLM, CAUSAL
 
 
-def class_of_type(model_type: str) -> Any:
-    """As `model_class`, for a model of which only the configuration is known."""
-    return AutoModelForImageTextToText if model_type in SEEING_TYPES else AutoModelForCausalLM
+def class_of_type(model_type: str, images: bool = True) -> Any:
+    """As `model_class`, for a model of which only the configuration is known. It is taken to have
+    an image processor."""
+    if model_type in SEEING_TYPES and _has_tower(model_type, images):
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def _has_tower(model_type: str, is_shown_images: bool) -> bool:
+    """Whether a model of a type that sees is read with its tower. Some types have a class without
+    one, for models that are shown no images."""
+    return is_shown_images or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def remedy_for(folder: Path) -> str:

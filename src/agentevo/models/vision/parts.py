@@ -128,8 +128,8 @@ def freeze_parts(model: nn.Module, parts: Collection[str]) -> None:
     for name, parameter in vision_parameters(model, parts):
         if parameter.requires_grad and (".lora_" in name or ".modules_to_save." in name):
             raise ModelError(
-                f"model.lora trains {name}, and model.vision.freeze has the "
-                f"{part_of(model, name)}: remove one of them"
+                f"model.lora trains {name}, and model.vision keeps the {part_of(model, name)} as "
+                "it is: remove one of the keys"
             )
         parameter.requires_grad_(False)
 

@@ -14,7 +14,7 @@ peaks.
 Experts are divided by `expert` or `shard`, and by `tensor`. FSDP gathers the embeddings and two
 layers at once. The first of N pipeline stages keeps the activations of N micro-batches. For
 decoders of Llama's kind; attention keeps no scores. Freed memory that allocators keep is not
-counted.
+counted, nor is what a vision tower keeps.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from agentevo.models.config_overrides import model_config
 from agentevo.models.files.load import make_hollow
 from agentevo.models.files.resolve import fetch_config
 from agentevo.models.token_rows import causal_model
+from agentevo.models.vision.parts import freeze_parts
 from agentevo.runs.doctor.checks import GIB
 from agentevo.runs.orchestration.checks import needs_no_whole_model
 from agentevo.runs.orchestration.components import load_policy
@@ -434,6 +435,7 @@ def shape_policy(config: RunConfig, shape: PretrainedConfig) -> PreTrainedModel:
     lora = config.model.lora
     model = make_hollow(config.model, shape)
     if not lora.enabled:
+        freeze_parts(model, config.model.vision.frozen)
         return prepare(model, compute=config.trainer.compute)
 
     with torch.device("meta"):
