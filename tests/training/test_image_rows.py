@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pictures import data_url
 from seeing_chats import OTHER, SMALL, WIDE, seeing_chat
 from tiny_vision import FAMILIES
 
@@ -194,3 +195,21 @@ def test_pairs_with_images_need_a_model_that_sees(written: Callable[..., Path]) 
 
     with pytest.raises(ConfigError, match=r"rows.jsonl:1: .*gone.png"):
         read_pair_file(written(PAIR | {"images": ["gone.png"]}), "dpo")
+
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: the column images .* read only text"):
+        read_pair_file(path, "bradley_terry")
+
+
+def test_an_answer_of_several_messages_has_images_of_its_own(written: Callable[..., Path]) -> None:
+    image = {"type": "image_url", "image_url": {"url": data_url(OTHER.data)}}
+    talk = [
+        {"role": "assistant", "content": "A dot."},
+        {"role": "user", "content": [image]},
+        {"role": "assistant", "content": "Another."},
+    ]
+    lines = read_pair_file(written(PAIR | {"chosen": talk}), "dpo")
+    ((pair,),) = pairs_of_lines(lines, seeing_chat(), "dpo", 512)
+    assert pair.chosen is not None
+    shown = [[span.digest for span in sample.images] for sample in pair.chosen.rows]
+    assert shown[-1] == [SMALL.part.sha256, OTHER.part.sha256]
+    assert {*lines[0].images} == {*shown[-1]}

@@ -94,7 +94,7 @@ def inline_images(message: Message, files: Mapping[str, ImageFile]) -> dict[str,
     row: dict[str, Any] = msgspec.to_builtins(message)
     if not isinstance(message.content, str):
         row["content"] = [
-            _with_data(files[part.sha256])
+            part_with_data(files[part.sha256])
             if isinstance(part, ImagePart)
             else msgspec.to_builtins(part)
             for part in message.content
@@ -102,7 +102,8 @@ def inline_images(message: Message, files: Mapping[str, ImageFile]) -> dict[str,
     return row
 
 
-def _with_data(image: ImageFile) -> dict[str, Any]:
+def part_with_data(image: ImageFile) -> dict[str, Any]:
+    """The image as a part in OpenAI's form, with a data URL."""
     data = base64.b64encode(image.data).decode()
     return {
         "type": "image_url",

@@ -33,6 +33,9 @@ from agentevo.training.supervised import conversation_sample
 from agentevo.types import Message, Sample
 from agentevo.types.images import ImageFile
 
+_ANSWERS = ("chosen", "rejected", "completion")
+"""The keys of a line that have an answer."""
+
 
 @dataclass(frozen=True)
 class PairLine:
@@ -82,9 +85,12 @@ def _line(record: Any, where: str, loss: str, images: ImageCollector) -> PairLin
 
     try:
         check_text(record)
-        check_no_media(record, may_have_images=True)
+        check_no_media(record, may_have_images=loss != "bradley_terry")  # a classifier reads text
         if "prompt" in record:
             record = {**record, "prompt": place_images(record["prompt"], dict(record), images)}
+        for key in _ANSWERS:  # the columns of images are the prompt's
+            if key in record:
+                record = {**record, key: place_images(record[key], {}, images)}
     except RowError as error:
         raise ConfigError(f"{where}: {error}") from error
 

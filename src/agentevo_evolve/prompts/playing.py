@@ -176,5 +176,5 @@ def _talk(trajectory: Trajectory) -> list[dict[str, object]]:
         messages = [*turns[place].messages, *messages]
         place = turns[place].parent
 
-    rows = [as_row(message) for message in messages]
+    rows = [as_row(message) | {"content": message.text} for message in messages]
     return rows if sum(len(str(row)) for row in rows) <= MAX_TALK_CHARS else []

@@ -6,14 +6,17 @@ import asyncio
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
+from pictures import file_of, picture
 
 from agentevo.errors import ConfigError
 from agentevo.runs.folder.annotation_export import export_pairs
 from agentevo.runs.folder.sft_export import answer_reader
 from agentevo.store import open_store
 from agentevo.training.pair_file import read_pair_file
-from agentevo.types import Message, Trajectory, Turn
+from agentevo.types import Message, TextPart, Trajectory, Turn
+from agentevo.types.images import image_file
 
 
 def attempt(task: str, number: int, said: str, reward: float, status: str = "completed"):
@@ -61,6 +64,28 @@ def test_the_best_of_a_group_stands_against_the_worst_and_others_are_accounted_f
     assert rows[0]["chosen"] == [{"role": "assistant", "content": "a1"}]
     assert (report.rows, report.used, report.counts()) == (3, 2, {"alike": 1})
     assert len(read_pair_file(tmp_path / "pairs.jsonl", "bradley_terry")) == 2
+
+
+def test_pairs_have_their_images(tmp_path: Path) -> None:
+    image = image_file(file_of(picture()), "image/png")
+    question = Message("user", (image.part, TextPart("?")))
+    attempts = []
+    for number, reward in enumerate((0.0, 1.0)):
+        made = attempt("a", number, f"a{number}", reward)
+        turn = msgspec.structs.replace(
+            made.turns[0], messages=[question, Message("assistant", f"a{number}")]
+        )
+        attempts.append(msgspec.structs.replace(made, turns=[turn]))
+
+    async def work() -> None:
+        async with await open_store(f"sqlite:///{tmp_path / 's.sqlite'}") as store:
+            await store.put_images([image])
+            await store.write_trajectories(attempts, split="train", step=1)
+            await export_pairs(store, tmp_path / "pairs.jsonl", answer_reader(None))
+
+    asyncio.run(work())
+    (line,) = read_pair_file(tmp_path / "pairs.jsonl", "dpo")
+    assert line.images == {image.part.sha256: image}
 
 
 def test_without_a_pair_nothing_is_written(tmp_path: Path):

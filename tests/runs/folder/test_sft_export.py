@@ -9,14 +9,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pictures import file_of, picture
 
 from agentevo.cli.main import main
 from agentevo.data import RowReport, read_conversations
+from agentevo.data.message_images import ImageCollector
 from agentevo.errors import ConfigError
 from agentevo.models.tool_calls import find_parser
-from agentevo.runs.folder.sft_export import answer_reader, conversations_of, export_sft
+from agentevo.runs.folder.sft_export import (
+    answer_reader,
+    conversations_of,
+    export_played,
+    export_sft,
+)
 from agentevo.store import open_store
-from agentevo.types import Message, RemoteTurn, ToolCall, Trajectory, Turn
+from agentevo.types import Message, RemoteTurn, TextPart, ToolCall, Trajectory, Turn
+from agentevo.types.images import image_file
 
 TOOLS = json.dumps([{"type": "function", "function": {"name": "add", "parameters": {}}}])
 USER = Message("user", "1 + 2?")
@@ -204,3 +212,31 @@ def test_an_evaluation_of_several_models_is_refused_whose_words_are_wanted_is_no
     assert main(words) == 2
     assert "it has attempts of 2 models (ours, theirs)" in capsys.readouterr().err
     assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_images_are_in_the_rows(tmp_path):
+    """Two attempts that differ in their image alone are no duplicates."""
+    images = [image_file(file_of(picture(8 + n)), "image/png") for n in range(2)]
+    attempts = [
+        attempt(str(n), turns=[policy_turn(0, Message("user", (image.part, TextPart("?"))), SAID)])
+        for n, image in enumerate(images)
+    ]
+
+    async def work():
+        async with await open_store(f"sqlite:///{tmp_path / 's.sqlite'}") as store:
+            await store.put_images(images)
+            await store.write_trajectories(attempts, split="train", step=1)
+            await export_sft(store, tmp_path / "rows.jsonl", RAW, per_task=2)
+
+    asyncio.run(work())
+    collector = ImageCollector()
+    report = RowReport("train")
+    rows = list(read_conversations(str(tmp_path / "rows.jsonl"), "auto", report, collector))
+    assert len(rows) == 2 and report.bad == []
+    assert collector.files == {image.part.sha256: image for image in images}
+    assert [row.messages[0]["content"][1]["text"] for row in rows] == ["?", "?"]
+
+    played = export_played(attempts, tmp_path / "played.jsonl", RAW)
+    with pytest.raises(ConfigError, match=r"only their digests: play them in a run"):
+        asyncio.run(played)
+    assert not (tmp_path / "played.jsonl").exists()

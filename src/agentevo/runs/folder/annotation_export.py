@@ -25,7 +25,7 @@ import msgspec
 from agentevo.data import RowError, RowReport
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.runs.folder.annotations import RIGHT, Annotation, Annotations, last_answer
-from agentevo.runs.folder.sft_export import ReadAnswer, conversations_of
+from agentevo.runs.folder.sft_export import ReadAnswer, conversations_of, with_images
 from agentevo.store.export import atomic_file
 from agentevo.store.records import TrajectorySummary
 from agentevo.store.store import Store
@@ -83,7 +83,8 @@ async def export_annotations(
             if isinstance(row, LeftOutError):
                 left_out[str(row)] += 1
                 continue
-            file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+            line = json.dumps(await with_images(row, store), ensure_ascii=False)
+            file.write(line.encode("utf-8", "replace") + b"\n")
             count += 1
 
         if not count:
@@ -270,7 +271,8 @@ async def export_pairs(
                     report.add(f"{name}, pair {index + 1}", error)
                     continue
 
-                file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+                line = json.dumps(await with_images(row, store), ensure_ascii=False)
+                file.write(line.encode("utf-8", "replace") + b"\n")
 
         if not report.used:
             what = report.lines() or ["no group has two training attempts"]

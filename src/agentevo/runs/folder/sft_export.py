@@ -4,7 +4,8 @@ are those of a teacher behind an API, or of the policy itself, for example for a
 A row is a path from the beginning of a conversation to its last answer, in the form `messages`.
 Recorded answers are trained. Answers that another author put into the history, and answers that the
 token limit cut off, are context (`weight: 0`). `agentevo sft` can read every exported row, because
-the export leaves out rows that `agentevo sft` would refuse.
+the export leaves out rows that `agentevo sft` would refuse. Rows name their images by digest until
+they are written, and have them as data URLs in the file.
 """
 
 from __future__ import annotations
@@ -17,19 +18,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import to_builtins
+
 from agentevo.data import RowError, RowReport
 from agentevo.data.conversation import check_text, conversation_of
+from agentevo.data.message_images import part_with_data
 from agentevo.errors import ConfigError
 from agentevo.store.export import atomic_file
 from agentevo.store.records import Split, TrajectorySummary
 from agentevo.store.store import Store
 from agentevo.types import Message, RemoteTurn, Trajectory, Turn
+from agentevo.types.images import images_of_trajectory
 
 if TYPE_CHECKING:
     from agentevo.models.chat.chat_format import ChatFormat  # importing it loads torch
 
 POLICY = "policy"
 """The value of `model` that means the policy."""
+_MESSAGES = ("messages", "prompt", "completion", "chosen", "rejected")
+"""The keys of rows that have messages."""
 ReadAnswer = Callable[[Turn, str], dict[str, Any]]
 """Converts an answer of the policy, with the tools as JSON, to a message."""
 
@@ -55,8 +62,9 @@ def answer_reader(chat: ChatFormat | None) -> ReadAnswer:
 
 
 def as_row(message: Message) -> dict[str, Any]:
-    """A message in OpenAI's form, with its reasoning."""
-    fields: dict[str, Any] = {"role": message.role, "content": message.text}
+    """A message in OpenAI's form, with its reasoning. Its images are parts by digest."""
+    content = message.content if isinstance(message.content, str) else to_builtins(message.content)
+    fields: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:
         fields["tool_calls"] = [
             {
@@ -76,6 +84,22 @@ def as_row(message: Message) -> dict[str, Any]:
             fields[key] = value
 
     return fields
+
+
+async def with_images(row: Mapping[str, Any], store: Store) -> dict[str, Any]:
+    """A row of messages with the images of the store in place of their digests. Raises
+    UnusableStoreError for an image that the store does not have."""
+
+    async def shown(value: Any) -> Any:
+        if isinstance(value, list):
+            return [await shown(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if value.get("type") == "image" and "sha256" in value:
+            return part_with_data(await store.image(value["sha256"]))
+        return value | ({"content": await shown(value["content"])} if "content" in value else {})
+
+    return {key: await shown(value) if key in _MESSAGES else value for key, value in row.items()}
 
 
 def conversations_of(
@@ -142,7 +166,7 @@ async def export_sft(
         async for stored in store.trajectories(split=split, status="completed"):
             yield stored.trajectory, stored.tokens_deleted
 
-    return await _export(summaries, attempts, path, read, min_reward, per_task, model)
+    return await _export(summaries, attempts, path, read, min_reward, per_task, model, store)
 
 
 async def export_played(
@@ -155,13 +179,19 @@ async def export_played(
     model: str | None = None,
 ) -> RowReport:
     """Does the same as `export_sft` for the attempts of an evaluation's folder. Raises ConfigError
-    if there is nothing to export."""
+    if there is nothing to export, and for attempts with images, which only a store keeps."""
+    if any(images_of_trajectory(trajectory) for trajectory in trajectories):
+        raise ConfigError(
+            "the attempts have images, and the folder of an evaluation has only their digests: "
+            "play them in a run (agentevo train RECIPE trainer.steps=0 evaluation.tasks=N), and "
+            "export its attempts with --split eval"
+        )
 
     async def attempts() -> AsyncIterator[tuple[Trajectory, bool]]:
         for trajectory in trajectories:
             yield trajectory, False
 
-    return await _export(trajectories, attempts, path, read, min_reward, per_task, model)
+    return await _export(trajectories, attempts, path, read, min_reward, per_task, model, None)
 
 
 async def _export(
@@ -172,8 +202,10 @@ async def _export(
     min_reward: float | None,
     per_task: int | None,
     model: str | None,
+    store: Store | None,
 ) -> RowReport:
-    """`attempts`: reads all attempts, each with whether its tokens were deleted."""
+    """`attempts`: reads all attempts, each with whether its tokens were deleted. `store`: has their
+    images; None if they have none."""
     report = RowReport("export")
     good = _select_good(summaries, report, min_reward)
     if per_task is not None:
@@ -194,11 +226,12 @@ async def _export(
             report.rows += max(len(rows), 1)
             for row in rows:
                 try:
-                    line = _line(row, trajectory, known)
+                    line = _with_origin(row, trajectory, known)
                 except RowError as error:
                     report.add(trajectory.id, error)
                 else:
-                    file.write(line.encode() + b"\n")
+                    line = line if store is None else await with_images(line, store)
+                    file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
             if not rows:
                 author = f"the model {model}" if model else "a model"
@@ -290,9 +323,11 @@ def _content(row: Mapping[str, Any], name: str) -> str:
     return json.dumps(row, ensure_ascii=False)
 
 
-def _line(row: Mapping[str, Any], trajectory: Trajectory, seen_contents: set[str]) -> str:
-    """A row of the file. Raises RowError for a row that can't be trained on, or is already in the
-    file."""
+def _with_origin(
+    row: Mapping[str, Any], trajectory: Trajectory, seen_contents: set[str]
+) -> dict[str, Any]:
+    """A row of the file, without the bytes of its images. Raises RowError for a row that can't be
+    trained on, or is already in the file."""
     content = _content(row, trajectory.id)
     if content in seen_contents:
         raise RowError("duplicate", "an earlier attempt has the same reply")
@@ -303,7 +338,7 @@ def _line(row: Mapping[str, Any], trajectory: Trajectory, seen_contents: set[str
         "trajectory_id": trajectory.id,
         "reward": trajectory.reward,
     }
-    return json.dumps({**row, **origin}, ensure_ascii=False)
+    return {**row, **origin}
 
 
 async def _no_attempt_message(store: Store, split: Split) -> str:
