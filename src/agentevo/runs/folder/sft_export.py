@@ -63,7 +63,9 @@ def answer_reader(chat: ChatFormat | None) -> ReadAnswer:
 
 def as_row(message: Message) -> dict[str, Any]:
     """A message in OpenAI's form, with its reasoning. Its images are parts by digest."""
-    content = message.content if isinstance(message.content, str) else to_builtins(message.content)
+    content: Any = message.content
+    if not isinstance(content, str):
+        content = [to_builtins(part) for part in content]
     fields: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:
         fields["tool_calls"] = [
