@@ -151,7 +151,7 @@ def test_environments_with_images_need_a_model_that_sees(
         check_sees(config, {}, blind)
         return
 
-    with pytest.raises(ConfigError, match=r"environment: .* model.name=tiny reads text only"):
+    with pytest.raises(ConfigError, match=r"environment: .* model.name=\S+ reads text only"):
         check_sees(config, {}, blind)
 
     refuses = build_config({"environment": environment, "engine": {"batch_invariant": True}})
