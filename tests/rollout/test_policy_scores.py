@@ -77,7 +77,8 @@ def play(tiny_policy, tmp_path):
 
 def test_ids_that_do_not_say_which_image_are_not_scored():
     chat = seeing_chat()
-    config = build_config({"agent": {"type": "single_turn"}}, needs_environment=False)
+    tree = {"agent": {"type": "single_turn"}, "rewards": [{"name": "rlpr", "place": "hashes"}]}
+    config = build_config(tree, needs_environment=False)
     policy = PolicyScores(config, None, chat, None)
     with pytest.raises(BadRequestError, match="do not say which image"):
         asyncio.run(policy.score([65, chat.processor.feature_id], [66]))
