@@ -9,15 +9,17 @@ from functools import cache
 import msgspec
 import pytest
 import torch
+from seeing import load_seeing
 from seeing_policies import SeeingPolicy, SeenPrompt, picture, seeing_policy
 from slow import slow
-from tiny_vision import FAMILIES, VARIANTS
+from tiny_vision import FAMILIES, VARIANTS, write_tiny_vision
 
-from agentevo.config import EngineSection
+from agentevo.config import EngineSection, LoraSection
 from agentevo.errors import DeadlineExceededError, EngineError
 from agentevo.inference.embedded import images as module
 from agentevo.inference.embedded.images import ByteCache
 from agentevo.inference.embedded.torch_engine import TorchEngine
+from agentevo.models.compute.attention import prepare
 from agentevo.models.compute.rows import row_settings
 from agentevo.training.batching.images import ImageProvider
 from agentevo.training.batching.packing import pack
@@ -169,6 +171,30 @@ def test_a_frozen_tower_keeps_its_features_over_versions():
     asyncio.run(play())
 
 
+def test_another_adapter_of_a_tower_encodes_images_again(tmp_path):
+    """Also where nothing is trained, as in an engine that only serves."""
+    pytest.importorskip("peft")
+    folder = write_tiny_vision("idefics3", tmp_path)
+    loaded = load_seeing(folder, lora=LoraSection(rank=2, targets=["tower"]))
+    model = prepare(loaded.model.requires_grad_(False))
+    engine = TorchEngine(model, loaded.tokenizer, EngineSection())
+    prompt = policy_of("idefics3").prompt(RED)
+
+    async def play() -> list[Completion]:
+        answers = [await ask(engine, prompt)]
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        await engine.publish(1, adapter="default")
+        return [*answers, await ask(engine, prompt)]
+
+    with torch.no_grad():
+        first, second = asyncio.run(play())
+    assert engine.stats()["engine/encoded_images"] == 2
+    assert first.logprobs != second.logprobs
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_tokens_of_images_are_never_sampled(name):
     policy = seeing_policy(name)
@@ -255,6 +281,20 @@ def hostile() -> dict[str, tuple[SeenPrompt, str]]:
         "none": (images(), "outside of its images"),
         "one more": (prompt._replace(ids=[*prompt.ids, feature]), "outside of its images"),
         "grid": (images(moved(first, grid=(1, 2, 2 * length)), second), "has the grid"),
+        "more tokens": (
+            prompt._replace(
+                ids=[
+                    *prompt.ids[: first.span.offset],
+                    *[feature] * length,
+                    *prompt.ids[first.span.offset :],
+                ],
+                images=[
+                    moved(first, length=2 * length),
+                    moved(second, offset=second.span.offset + length),
+                ],
+            ),
+            f"{length} features, and its span has",
+        ),
         "cut": (
             prompt._replace(
                 ids=[*prompt.ids[: first.span.offset], *prompt.ids[first.span.offset + 4 :]],
@@ -325,8 +365,6 @@ def test_a_model_whose_images_see_both_ways_computes_an_image_at_once():
 
 
 def test_text_models_and_invariant_engines_refuse_images(loaded):
-    from agentevo.models.compute.attention import prepare
-
     prompt = policy_of("qwen2_vl").prompt(RED)
     text = TorchEngine(prepare(loaded.model), loaded.tokenizer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import socket
 from contextlib import asynccontextmanager
 
@@ -14,6 +15,7 @@ from agentevo.config import EngineSection
 from agentevo.errors import ConfigError, EngineError
 from agentevo.inference.engines import engines
 from agentevo.inference.sglang.options import read_options
+from agentevo.models.token_rows import ban_tokens
 
 
 @asynccontextmanager
@@ -138,3 +140,13 @@ def test_a_wrong_key_is_said(tmp_path, monkeypatch):
 def test_what_can_not_be_used_is_refused_before_anything_starts(options, reason):
     with pytest.raises(ConfigError, match=reason):
         read_options(EngineSection(type="sglang", options=options))
+
+
+def test_a_model_that_sees_is_refused(loaded):
+    """SGLang would sample tokens that stand for images, to which the trainer gives no
+    probability."""
+    model = copy.deepcopy(loaded.model)
+    ban_tokens(model, [3])
+    section = EngineSection(type="sglang", options={"url": "http://127.0.0.1:1"})
+    with pytest.raises(ConfigError, match=r"set model\.vision\.images=false"):
+        engines.get("sglang")(model, loaded.tokenizer, section)

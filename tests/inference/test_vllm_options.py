@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from agentevo.inference.engines import check_engine, engines
 from agentevo.inference.vllm import arguments, terms
 from agentevo.inference.vllm.options import read_options
 from agentevo.runs.orchestration.supervisor import devices_per_engine
+from agentevo.types import SamplingParams
 from agentevo.types.penalties import Penalties
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -106,6 +108,22 @@ def test_values_get_the_types_of_vllms_arguments() -> None:
     del own.options["pipeline_parallel_size"]
     expected = {name: options[name] for name in given - {"pipeline_parallel_size"}}
     assert arguments.vllm_arguments(read_options(own)) == expected
+
+
+@pytest.mark.parametrize("is_drafting", [False, True])
+def test_ids_that_are_never_sampled_may_lie_among_the_tokens(
+    is_drafting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that stand for images."""
+    monkeypatch.setattr(terms, "load_vllm", lambda: SimpleNamespace(SamplingParams=dict))
+    monkeypatch.setattr(terms, "output_kind", str)
+    params = terms.sampling_params_of(
+        SamplingParams(), 6, [3, 6, 7], streams=False, is_drafting=is_drafting
+    )
+    if is_drafting:
+        assert params["allowed_token_ids"] == [0, 1, 2, 4, 5]
+    else:
+        assert params["logit_bias"] == dict.fromkeys((3, 6, 7), terms.NEVER)
 
 
 @pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed")

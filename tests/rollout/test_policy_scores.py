@@ -10,10 +10,11 @@ import sys
 
 import pytest
 import torch
+from seeing_chats import seeing_chat
 
 from agentevo.agents.single_turn import SingleTurnAgent
 from agentevo.config import EngineSection, build_config
-from agentevo.errors import AgentEvoError, EngineError, EngineUnavailableError
+from agentevo.errors import AgentEvoError, BadRequestError, EngineError, EngineUnavailableError
 from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.rewards import Score, reward, rewards
@@ -24,7 +25,7 @@ from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.scoring import Scoring
 from agentevo.runtime.event_loop import TaskScope, run_coroutine
 from agentevo.store import open_store
-from agentevo.types import Task
+from agentevo.types import QUERY_MESSAGES, Task
 
 TASKS = [Task(id=f"t{i}", query=f"{word}?", answer=word) for i, word in enumerate(("left", "red"))]
 
@@ -72,6 +73,20 @@ def play(tiny_policy, tmp_path):
         return asyncio.run(work()), own
 
     return run
+
+
+def test_ids_that_do_not_say_which_image_are_not_scored():
+    chat = seeing_chat()
+    tree = {"agent": {"type": "single_turn"}, "rewards": [{"name": "rlpr", "place": "hashes"}]}
+    config = build_config(tree, needs_environment=False)
+    policy = PolicyScores(config, None, chat, None)
+    with pytest.raises(BadRequestError, match="do not say which image"):
+        asyncio.run(policy.score([65, chat.processor.feature_id], [66]))
+
+    content = [{"type": "image", "sha256": "a" * 64}]
+    shown = {QUERY_MESSAGES: [{"role": "user", "content": content}]}
+    assert policy.first_prompt(Task(id="q", query="what?", metadata=shown)) is None
+    assert policy.first_prompt(Task(id="q", query="what?"))
 
 
 def stating(engine, chat):

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 import torch
 
 from agentevo.config.distillation import DistillationSection
-from agentevo.errors import StoreError, TrainingError
+from agentevo.errors import ConfigError, StoreError, TrainingError
 from agentevo.inference.remote_models.ledger import BudgetExceededError, RemoteModelError
 from agentevo.rollout.failures import failure_kind
-from agentevo.rollout.teachers import Teachers, TeacherUnavailableError
+from agentevo.rollout.teachers import Teachers, TeacherUnavailableError, check_teachers
 from agentevo.store.codec import encode_trajectories
 from agentevo.training.batching.samples import teacher_table, trajectory_rows
-from agentevo.types import Task, Trajectory, Turn
+from agentevo.types import QUERY_MESSAGES, Task, Trajectory, Turn
+from agentevo.types.image_span import ImageSpan
 
 SECTION = DistillationSection(teachers={"default": "t"})
 TASK = Task(id="q")
@@ -102,6 +104,23 @@ def test_a_teacher_that_fails_fails_its_attempt_alone():
     assert failure_kind(failed.error) == "teacher"
     assert good.status == "completed" and good.turns[0].teacher_logprobs is not None
     assert before.turns[0].teacher_logprobs is None
+
+
+def test_images_are_not_scored_by_their_ids_alone():
+    digest = "a" * 64
+    attempt = branching("a")
+    spans = (ImageSpan(0, 1, (1,), digest),)
+    attempt.turns[1] = msgspec.structs.replace(attempt.turns[1], images=spans)
+    model = PlaceModel()
+    failed, good = scored([attempt, branching("b")], model)
+    assert failed.status == "failed" and "do not say which images" in failed.error
+    assert failure_kind(failed.error) == "teacher"
+    assert good.status == "completed" and model.num_asked == 3, "those of the other attempt"
+
+    content = [{"type": "image", "sha256": digest}]
+    shown = Task(id="q", metadata={QUERY_MESSAGES: [{"role": "user", "content": content}]})
+    with pytest.raises(ConfigError, match=r"distillation.teachers: the task 'q' has images"):
+        check_teachers([shown], SECTION)
 
 
 @pytest.mark.parametrize("status", [0, 401, 404, 503])

@@ -60,6 +60,14 @@ def test_a_reference_begins_as_the_model_that_is_named(tmp_path: Path):
     assert all(torch.equal(weights[name], theirs[name]) for name in weights)
     assert not any(weight.requires_grad for weight in weights.values())
 
+    frozen = policy.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    before = frozen.detach().clone()
+    reference = Reference(policy, section)
+    assert all(
+        torch.equal(weight, theirs[name]) for name, weight in reference.model.named_parameters()
+    )
+    assert torch.equal(frozen, before) and not frozen.requires_grad
+
     larger = tiny(0, SHAPE.model_copy(update={"hidden_size": 32}))[0]
     with pytest.raises(ModelError, match="architecture and size"):
         Reference(larger, section)

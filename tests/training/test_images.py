@@ -14,7 +14,7 @@ from seeing import FILES, Seeing, gradient_difference
 from slow import slow
 from tiny_vision import FAMILIES, write_tiny_vision
 
-from agentevo.config import AlgorithmSection, TrainerSection
+from agentevo.config import AlgorithmSection, RewardModelSection, TrainerSection
 from agentevo.errors import TrainingError
 from agentevo.models.compute.attention import Compute
 from agentevo.models.compute.rows import row_settings
@@ -31,6 +31,7 @@ from agentevo.training.distribute import check_spread
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.pairs import CandidateAnswer
 from agentevo.training.preference import mismatch_answers
+from agentevo.training.roles.token_rewards import TokenRewardModel
 from agentevo.training.trainer import Trainer
 from agentevo.types import Sample, SamplingParams, Trajectory, Turn
 from agentevo.types.image_span import ImageSpan
@@ -225,6 +226,17 @@ def wrong_attempts(seeing: Seeing) -> dict[str, tuple[Trajectory, str]]:
             attempt(seeing, "sampled", completion_ids=[65, seeing.processor.feature_id]),
             "stands for a feature of an image",
         ),
+        "boundary": (
+            attempt(
+                seeing,
+                "boundary",
+                completion_ids=[
+                    65,
+                    min(seeing.processor.vision_ids - {seeing.processor.feature_id}),
+                ],
+            ),
+            "is never sampled and has no log-prob",
+        ),
         "grid": (
             attempt(
                 seeing,
@@ -360,6 +372,15 @@ def test_tokens_after_images_are_sampled_again(read: Read) -> None:
     assert (resampled.num_tokens, resampled.differences) == (2, [])
     (difference,) = resample(trajectory, 0, seeing.loaded, SamplingParams()).differences
     assert difference.kind == "record" and "is missing" in difference.what
+
+
+def test_models_that_read_text_score_no_images(read: Read) -> None:
+    seeing = read("qwen2_vl", "tree")
+    samples, _ = branches(seeing)
+    batch = pack(samples, CPU, images=provider_of(seeing))
+    rewards = TokenRewardModel(torch.nn.Identity(), RewardModelSection())  # type: ignore[arg-type]
+    with pytest.raises(TrainingError, match=r"reward_model.name: .* reads text only"):
+        rewards.rewards(batch)
 
 
 def test_models_that_see_are_not_divided(read: Read) -> None:

@@ -104,8 +104,8 @@ class AlgorithmKeys(Section):
     the age in steps. 0 is no decay; 1 is the staleness-aware learning rate of arXiv 1511.05950."""
     train_observations: bool = False
     """Also train on what the policy read between its turns (tool results, search results), as if
-    the policy had written it. Trainers without a mask do that. Only for comparison; it needs
-    old_logprobs=recomputed."""
+    the policy had written it, except the tokens of images. Trainers without a mask do that. Only
+    for comparison; it needs old_logprobs=recomputed."""
     credit: str | None = None
     """Your own function that gives each turn a value (@agentevo.credit(NAME), key import). The
     advantage is then `credit`, which compares the values of the turns of a group."""

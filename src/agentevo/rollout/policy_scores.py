@@ -9,12 +9,14 @@ from agentevo.agents.single_turn import opening_of
 from agentevo.config import RunConfig
 from agentevo.config.agents import SingleTurnSection
 from agentevo.errors import EngineError, RequestTooLongError
+from agentevo.inference.conversations.prompt_images import check_no_images
 from agentevo.inference.engine import CANT_SCORE, Engine, ScoringEngine
 from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.rewards.baselines import BaselineScorers
 from agentevo.rollout.group import InfrastructureFailure
 from agentevo.runtime.event_loop import outside_scopes
 from agentevo.types import Task
+from agentevo.types.images import images_of_task
 
 BASELINES = "reward_baselines.json"
 """The name of the file in the run's folder."""
@@ -41,7 +43,9 @@ class PolicyScores:
         self, context_ids: Sequence[int], ids: Sequence[int]
     ) -> tuple[list[float], int]:
         """See ScoredPolicy.score. The temperature is the one that the recipe samples with. Raises
-        InfrastructureFailure if the engine fails, because that is not the attempt's failure."""
+        BadRequestError for a context with images, and InfrastructureFailure if the engine fails,
+        because that is not the attempt's failure."""
+        check_no_images(context_ids, self._chat)
         if not isinstance(self._engine, ScoringEngine):
             raise EngineError(CANT_SCORE)
 
@@ -73,6 +77,8 @@ class PolicyScores:
         attempt."""
         section = self._config.agent
         if not isinstance(section, SingleTurnSection) or self.agent or task.query is None:
+            return None
+        if images_of_task(task):
             return None
         texts = Texts(section.texts)
         return self._chat.first_prompt(

@@ -5,6 +5,9 @@ log-prob of each id. The turns keep those of the completions, so training and re
 again. A teacher that fails or is late fails the attempt with the reason; the attempt never counts
 as one without a teacher. If its server gives no answer to any attempt of a group, the group is not
 stored and the run ends (`TeacherUnavailableError`): a resumed run samples the group again.
+
+A request has token ids alone, and the ids of all images are the same. So an attempt with images
+fails: a teacher that reads their ids without the images would score another prompt.
 """
 
 from __future__ import annotations
@@ -16,18 +19,29 @@ from msgspec.structs import replace
 
 from agentevo.config.distillation import OTHER_SOURCES, DistillationSection
 from agentevo.config.field_words import suggest_nearest
-from agentevo.errors import AgentEvoError, ConfigError, describe_error, shown
+from agentevo.errors import (
+    AgentEvoError,
+    BadRequestError,
+    ConfigError,
+    describe_error,
+    shown,
+)
 from agentevo.inference.remote_models.ledger import BudgetExceededError, RemoteModelError
 from agentevo.rollout.failures import TEACHER_PREFIX, ShowFailure
 from agentevo.runtime.event_loop import gather_all
 from agentevo.runtime.tracebacks import traceback_of
 from agentevo.store.call_log import AttemptCalls
 from agentevo.types import Task, Trajectory, Turn
+from agentevo.types.images import images_of_task
 
 ROLE = "teacher"
 """The role of these requests in the price log."""
 
 
+ONLY_IDS = (
+    "a teacher is sent token ids, which do not say which images: leave images out, or train "
+    "without distillation"
+)
 NO_SERVICE = (401, 403, 404)
 """The statuses of a server that does not serve the teacher, besides 500 and more."""
 
@@ -50,12 +64,16 @@ def teacher_of(task: Task, section: DistillationSection) -> str | None:
 
 
 def check_teachers(tasks: Sequence[Task], section: DistillationSection) -> None:
-    """Raises ConfigError for a task to train on that has no teacher, and for a source that none of
-    these tasks has."""
+    """Raises ConfigError for a task to train on that has no teacher or shows images, and for a
+    source that none of these tasks has."""
     if not tasks or not section.enabled:
         return
 
     for task in tasks:
+        if images_of_task(task):
+            raise ConfigError(
+                f"distillation.teachers: the task {task.id!r} has images, and {ONLY_IDS}"
+            )
         if teacher_of(task, section) is None:
             source = task.metadata.get("data_source") or task.environment
             remedy = f"add {source}: NAME" if source else "give its row a data_source"
@@ -140,6 +158,9 @@ class Teachers:
 
     async def _score_with(self, trajectory: Trajectory, model: TeacherModel) -> Trajectory:
         turns = trajectory.turns
+        if any(turn.images for turn in turns):
+            raise BadRequestError(f"the attempt has images, and {ONLY_IDS}")
+
         parents = {turn.parent for turn in turns}
         leaves = [turn.index for turn in turns if turn.index not in parents]
         columns: dict[int, list[float]] = {}

@@ -120,7 +120,8 @@ class AssistantTokens:
         self._special = special_ids(tokenizer)
         special_texts = {*map(str, tokenizer.convert_ids_to_tokens([*self._special]))}
         if processor is not None:
-            special_texts |= {processor.family.placeholder, processor.family.feature}
+            family = processor.family
+            special_texts |= {family.placeholder, family.feature, *processor.vision_texts}
         self._special_texts = sorted(special_texts)
         self._marked = "endgeneration" in str(tokenizer.get_chat_template())
         boundary_ids = {tokenizer.eos_token_id, tokenizer.bos_token_id}

@@ -113,6 +113,7 @@ class Preparation:
         one is pretrained)."""
         masks, masked = masks_of(trajectories, self.grammars)
         observations = self.section.train_observations
+        never_sampled = () if self.images is None else self.images.processor.vision_ids
         rows = [
             row
             for t in trajectories
@@ -120,6 +121,7 @@ class Preparation:
                 t,
                 masks.get(t.id, {}),
                 train_observations=observations,
+                never_sampled=never_sampled,
                 routed=self.replay.reads_records,
             )
         ]

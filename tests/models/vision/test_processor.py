@@ -18,6 +18,7 @@ from tiny_vision import FAMILIES, TinyVision, png, tiny_vision
 from transformers import AutoModelForImageTextToText, ProcessorMixin
 
 from agentevo.errors import ImageError, ModelError
+from agentevo.models.chat.chat_format import ChatFormat
 from agentevo.models.vision.processor import VisionProcessor, VisionPrompt, load_processor
 from agentevo.types import Message, TextPart
 from agentevo.types.images import ImageFile, image_file
@@ -257,10 +258,15 @@ def test_a_text_that_spells_a_placeholder_is_ordinary_text(name: str) -> None:
 
 def test_boundaries_in_a_text_are_ordinary_text() -> None:
     processor = make(tiny_vision("qwen2_vl"))
-    ids = processor.prompt([Message("user", "a <|vision_start|> b")], {}).ids
+    said = "a <|vision_start|> b"
+    ids = processor.prompt([Message("user", said)], {}).ids
+    answer = ChatFormat(processor.tokenizer, processor=processor).completion(
+        Message("assistant", said)
+    )  # to train on, and the policy never samples such a token
 
-    assert not processor.vision_ids & set(ids)
-    assert "a <|vision_start|> b" in processor.tokenizer.decode(ids)
+    for tokens in (ids, answer):
+        assert not processor.vision_ids & set(tokens)
+        assert said in processor.tokenizer.decode(tokens)
 
 
 def test_a_missing_or_wrong_image_is_refused() -> None:

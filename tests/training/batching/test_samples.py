@@ -68,6 +68,11 @@ def test_what_was_read_between_turns_is_trained_only_if_asked_for():
     assert row.turns.tolist() == [0, 0, 1, 1, 2, 2, 2, 2]
     assert row.sample.versions.tolist() == [-1, -1, 0, 0, 1, 1, 2, 2, 2, 2]
 
+    (seeing,) = trajectory_rows(row.trajectory, train_observations=True, never_sampled={1, 7})
+    assert seeing.sample.ids[seeing.sample.loss_mask].tolist() == [3, 4, 5, 6, 8, 9, 10]
+    assert seeing.turns.tolist() == [0, 0, 1, 1, 2, 2, 2]
+    assert len(seeing.sample.advantages) == 7
+
     own = torch.tensor([[-float(place) for place in range(8)]])
     (filled,) = with_observed_logprobs([row], own)
     drawn = [0, 0, -0.3, -0.4, -2.0, -0.6, -4.0, -5.0, -0.9, -1.0]

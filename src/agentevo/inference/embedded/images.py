@@ -7,9 +7,9 @@ the type of each token, and the features of the images.
 
 Each image is processed once, off the event loop, and encoded alone and once, so its features don't
 depend on the other images of a step. They stay in a cache under (version of the weights, digest),
-without the version if the tower and the projector are not trained. A chunk of a prompt may end
-inside an image, since its features are taken by rows. Models in which the tokens of an image see
-each other compute an image in one pass (`fit_chunk`).
+without the version if no training and no adapter reaches tower and projector. A chunk of a prompt
+may end inside an image, since its features are taken by rows. Models in which the tokens of an
+image see each other compute an image in one pass (`fit_chunk`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from agentevo.models.vision.features import (
     position_ids,
 )
 from agentevo.models.vision.keys import ImageKeys
+from agentevo.models.vision.parts import vision_may_change
 from agentevo.models.vision.processor import ProcessedImage, VisionProcessor
 from agentevo.runtime.event_loop import in_thread
 from agentevo.types.image_span import ImageSpan, feature_places
@@ -103,7 +104,8 @@ class EngineImages:
         self._features = ByteCache[tuple[int | None, str], ImageFeatures](int(SHARE * kv_bytes))
         self._processing: dict[str, asyncio.Task[ProcessedImage]] = {}
         self._device = next(model.parameters()).device
-        self._is_trained = ImageEncoder(model, processor).is_trained
+        self._model = model
+        self._may_change = vision_may_change(model)
         self.sees_both_ways = sees_both_ways(model)
         """Whether the tokens of an image see each other."""
         self.encoded = 0
@@ -132,12 +134,17 @@ class EngineImages:
                 "engine.timeout_s, or show fewer or smaller images"
             ) from None
 
+        numbers = np.asarray(prompt_ids, dtype=np.int64)
         for span in spans:
-            grid = processed[span.digest].grid
-            if span.grid != grid:
+            image = processed[span.digest]
+            grid = image.grid
+            facts = (grid, self._processor.count_features(image))
+            stated = (span.grid, len(feature_places(numbers, span)))
+            if stated != facts:
                 raise EngineError(
-                    f"the image {span.digest[:12]}... has the grid {grid}, and its span says "
-                    f"{span.grid}: make prompts with the processor of this model and these settings"
+                    f"the image {span.digest[:12]}... has the grid {grid} and {facts[1]} features, "
+                    f"and its span has {span.grid} and {stated[1]}: make prompts with the "
+                    "processor of this model and these settings"
                 )
             self._grids[span.digest] = grid
         return self._keys.intern(prompt_ids, spans).tolist(), processed
@@ -204,8 +211,9 @@ class EngineImages:
         return torch.as_tensor(types, device=self._device)
 
     def weights_changed(self) -> None:
-        """Call this after weights were changed in place."""
-        if self._is_trained:
+        """Call this after weights were changed in place, or another adapter serves."""
+        self._may_change = self._may_change or vision_may_change(self._model)
+        if self._may_change:
             self._features.clear()
 
     def forget(self) -> None:
@@ -273,7 +281,7 @@ class EngineImages:
             self._pixels.put(digest, image, size)
 
     def _encode(self, image: ProcessedImage, model: PreTrainedModel, version: int) -> ImageFeatures:
-        key = (version if self._is_trained else None, image.digest)
+        key = (version if self._may_change else None, image.digest)
         features = self._features.get(key)
         if features is None:
             (features,) = ImageEncoder(model, self._processor).encode([image])

@@ -30,7 +30,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentevo.config import EngineSection
-from agentevo.errors import DeadlineExceededError, EngineError, GrammarError, RequestTooLongError
+from agentevo.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineError,
+    GrammarError,
+    RequestTooLongError,
+)
 from agentevo.inference.engine import (
     NO_VERSION,
     InFlight,
@@ -54,6 +60,7 @@ from agentevo.inference.sglang.wire import (
 )
 from agentevo.inference.weights.weight_checks import PublishingEngine, check_publish
 from agentevo.models.compute.parameters import trained_weights
+from agentevo.models.token_rows import banned_tokens
 from agentevo.runtime.event_loop import in_thread, run_to_end
 from agentevo.types import Completion, SamplingParams
 from agentevo.types.images import PromptImage
@@ -80,6 +87,13 @@ class SglangEngine(PublishingEngine):
         options = read_options(section)
         keys = check_keys(options)
         check_writable(model)
+        if banned_tokens(model):
+            raise ConfigError(
+                "engine.type=sglang can't leave out the tokens that stand for images, so its "
+                "log-probs would not be those of training: set model.vision.images=false, or "
+                "engine.type=torch"
+            )
+
         self._options = options
         self._why_text_only = why_text_only(section)
         self._tokenizer = tokenizer

@@ -81,7 +81,7 @@ from agentevo.inference.weights.weight_checks import (
 from agentevo.models.compute.adapters import is_adapted
 from agentevo.models.compute.parameters import trained_weights
 from agentevo.models.compute.positions import context_length
-from agentevo.models.token_rows import num_token_rows
+from agentevo.models.token_rows import banned_tokens, num_token_rows
 from agentevo.runtime.event_loop import in_thread, run_to_end
 from agentevo.types import Completion, FinishReason, SamplingParams
 from agentevo.types.images import PromptImage
@@ -123,7 +123,8 @@ class VllmEngine(PublishingEngine):
         self._is_drafting = options.is_drafting
         self._tokenizer = tokenizer
         self._vocabulary = num_token_rows(model)
-        self._unused = range(self._vocabulary, int(model.config.get_text_config().vocab_size))
+        num_rows = int(model.config.get_text_config().vocab_size)
+        self._unused = [*banned_tokens(model), *range(self._vocabulary, num_rows)]
         self._context = options.max_model_len or context_length(model.config)
         self._folder = Path(tempfile.mkdtemp(prefix="agentevo-vllm-"))
         self._base = self._folder / "base"

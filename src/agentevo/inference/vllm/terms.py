@@ -180,13 +180,13 @@ def sampling_params_of(
 ) -> Any:
     """vLLM's sampling parameters of a request. The end-of-text token ends a request only if the
     request lists it. `logprobs` does not count the sampled token's. `unused`: ids of the model that
-    are not tokens, which are never sampled. If vLLM decodes speculatively (`is_drafting`), a list
-    of the allowed ids leaves them out, because it has no biases then."""
+    are never sampled, because they are no tokens or stand for images. If vLLM decodes speculatively
+    (`is_drafting`), a list of the allowed ids leaves them out, because it has no biases then."""
     penalties = sampling.penalties or Penalties()
     biases = dict(penalties.logit_bias)
     allowed = None
     if is_drafting:
-        allowed = list(range(vocabulary)) if unused else None
+        allowed = sorted(set(range(vocabulary)) - set(unused)) if unused else None
     else:
         biases |= dict.fromkeys(unused, NEVER)
     return load_vllm().SamplingParams(

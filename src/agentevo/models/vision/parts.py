@@ -123,10 +123,18 @@ def vision_parameters(
                 yield name, parameter
 
 
+def vision_may_change(model: nn.Module) -> bool:
+    """Whether new weights or another adapter may change what tower and projector compute."""
+    return any(
+        parameter.requires_grad or _is_of_adapter(name)
+        for name, parameter in vision_parameters(model)
+    )
+
+
 def freeze_parts(model: nn.Module, parts: Collection[str]) -> None:
     """Makes these parts constants of the training. Raises ModelError for adapters in them."""
     for name, parameter in vision_parameters(model, parts):
-        if parameter.requires_grad and (".lora_" in name or ".modules_to_save." in name):
+        if parameter.requires_grad and _is_of_adapter(name):
             raise ModelError(
                 f"model.lora trains {name}, and model.vision keeps the {part_of(model, name)} as "
                 "it is: remove one of the keys"
@@ -171,6 +179,10 @@ def _places_in(model: nn.Module) -> _Places | None:
     if places is None or not hasattr(getattr(inner, "model", None), places.tower):
         return None
     return places
+
+
+def _is_of_adapter(name: str) -> bool:
+    return ".lora_" in name or ".modules_to_save." in name
 
 
 def _lies_in(name: str, place: str) -> bool:

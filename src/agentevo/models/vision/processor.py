@@ -105,7 +105,10 @@ class VisionProcessor:
         self.vision_ids = vision_ids(self.family, config, tokenizer)
         """The ids that a policy must never sample."""
         self._image_processor = image_processor
-        marks = frozenset((self.family.placeholder, self.family.feature))
+        names = tokenizer.convert_ids_to_tokens(sorted(self.vision_ids))
+        self.vision_texts = frozenset(name for name in names if isinstance(name, str))
+        """The texts of these ids. In a message they are ordinary text, also in an assistant's."""
+        marks = self.vision_texts | {self.family.placeholder, self.family.feature}
         self.template = ImageChatTemplate(tokenizer, marks)
         """The template that shows images."""
         self.feature_id = _only_id(tokenizer, self.family.feature)

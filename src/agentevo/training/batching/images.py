@@ -86,6 +86,7 @@ class ImageProvider:
     def __init__(self, processor: VisionProcessor, config: PretrainedConfig) -> None:
         """`config`: the model's."""
         self.processor = processor
+        self._vision_ids = np.array(sorted(processor.vision_ids))
         patch: Any = config.vision_config.patch_size
         self._patch_area = int(np.prod(patch)) if isinstance(patch, (list, tuple)) else patch**2
         self._files: Mapping[str, ImageFile] = {}
@@ -154,20 +155,25 @@ class ImageProvider:
     def check(self, samples: Iterable[Sample]) -> None:
         """Raises TrainingError for a sample whose images can't be shown to the model."""
         for sample in samples:
-            if why := self._why_refused(sample.ids, sample.images, sample.processor):
+            trained = sample.loss_mask
+            if why := self._why_refused(sample.ids, trained, sample.images, sample.processor):
                 raise TrainingError(f"sample of {sample.trajectory_id}: {why}")
 
     def _why_unusable(self, trajectory: Trajectory) -> str:
         for turn in trajectory.turns:
             ids = np.concatenate([turn.prompt_ids, turn.completion_ids]).astype(np.int64)
+            sampled = np.arange(len(ids)) >= len(turn.prompt_ids)
             why = why_misplaced(turn.images, len(turn.prompt_ids))
-            why = why or self._why_refused(ids, turn.images, turn.processor)
+            why = why or self._why_refused(ids, sampled, turn.images, turn.processor)
             if why:
                 return f"turn {turn.index}: {why}"
         return ""
 
-    def _why_refused(self, ids: np.ndarray, spans: Sequence[ImageSpan], fingerprint: str) -> str:
-        """Why the model can't be shown these tokens; empty if it can."""
+    def _why_refused(
+        self, ids: np.ndarray, trained: np.ndarray, spans: Sequence[ImageSpan], fingerprint: str
+    ) -> str:
+        """Why the model can't be shown these tokens, or can't be trained on those where `trained`
+        [T] bool is true; empty if it can."""
         if why := why_misplaced(spans, len(ids)):
             return why
         if spans and fingerprint != self.processor.fingerprint:
@@ -188,6 +194,14 @@ class ImageProvider:
             return (
                 f"token {int(is_feature.argmax())} stands for a feature of an image, and no image "
                 "is there"
+            )
+
+        never_sampled = trained & np.isin(ids, self._vision_ids)
+        if never_sampled.any():
+            place = int(never_sampled.argmax())
+            return (
+                f"token {place} ({int(ids[place])}) stands for an image or a part of one, so it is "
+                "never sampled and has no log-prob"
             )
         return ""
 

@@ -203,6 +203,7 @@ def trajectory_rows(
     masks: TurnMasks = MappingProxyType({}),
     *,
     train_observations: bool = False,
+    never_sampled: Collection[int] = (),
     routed: bool = False,
 ) -> list[SampleRow]:
     """One row per root-to-leaf path. A turn on several paths is trained only in the first path, and
@@ -212,7 +213,8 @@ def trajectory_rows(
 
     `train_observations`: the tokens that the policy read between two turns of a path belong to the
     later turn, and are trained with it. They were not sampled, so their log-probs are nan until
-    `with_observed_logprobs`. `routed`: the samples get the recorded routed experts. Raises
+    `with_observed_logprobs`. `never_sampled`: ids without a log-prob, which are not trained in
+    observations: those of images. `routed`: the samples get the recorded routed experts. Raises
     TrainingError if the experts don't fit the turns."""
     parents = {turn.parent for turn in trajectory.turns}
     context_turns = {turn.index for turn in trajectory.turns if turn.overrides is not None}
@@ -227,7 +229,13 @@ def trajectory_rows(
             path.insert(0, trajectory.turns[path[0].parent])
 
         if any(turn.index not in context_turns for turn in path):
-            row = _path_row(trajectory, path, context_turns, masks, train_observations)
+            observed = [
+                ~np.isin(np.asarray(turn.prompt_ids), list(never_sampled))
+                if train_observations and number and turn.index not in context_turns
+                else np.zeros(len(turn.prompt_ids), dtype=np.bool_)
+                for number, turn in enumerate(path)
+            ]
+            row = _path_row(trajectory, path, context_turns, masks, observed)
             rows.append(_with_routed_experts(row, path) if routed else row)
 
         context_turns.update(turn.index for turn in path)
@@ -278,26 +286,23 @@ def _path_row(
     path: list[Turn],
     context_turns: set[int],
     masks: TurnMasks,
-    train_observations: bool,
+    observed: Sequence[np.ndarray],
 ) -> SampleRow:
+    """`observed`: for each turn, which tokens of its prompt are trained, bool."""
     fresh = [turn.index not in context_turns for turn in path]
-    observed = [
-        len(turn.prompt_ids) if train_observations and number and is_fresh else 0
-        for number, (turn, is_fresh) in enumerate(zip(path, fresh, strict=True))
-    ]
-
     piece_sizes = [
         size for turn in path for size in (len(turn.prompt_ids), len(turn.completion_ids))
     ]
-    is_piece_trained = [
-        is_trained
-        for is_fresh, num_observed in zip(fresh, observed, strict=True)
-        for is_trained in (num_observed > 0, is_fresh)
-    ]
-    mask = np.repeat(np.array(is_piece_trained), piece_sizes)
+    mask = np.concatenate(
+        [
+            piece
+            for turn, is_fresh, of_prompt in zip(path, fresh, observed, strict=True)
+            for piece in (of_prompt, np.full(len(turn.completion_ids), is_fresh))
+        ]
+    )
     fresh_turns = [
-        (turn, num_observed)
-        for turn, is_fresh, num_observed in zip(path, fresh, observed, strict=True)
+        (turn, int(of_prompt.sum()))
+        for turn, is_fresh, of_prompt in zip(path, fresh, observed, strict=True)
         if is_fresh
     ]
     logprobs = np.zeros(len(mask), dtype=np.float32)

@@ -55,9 +55,10 @@ class Reference:
         base = load_base(folder, {}, images=has_tower(self.model))
         base_parameters = dict(base.model.named_parameters())
         layouts = layouts_of(self.model)
+        own_parameters = dict(self.model.named_parameters())
         missing = [
             name
-            for name, parameter in self.weights.items()
+            for name, parameter in own_parameters.items()
             if name not in base_parameters
             or base_parameters[name].shape != whole_shape(parameter, layouts.get(parameter))
         ]
@@ -69,7 +70,19 @@ class Reference:
 
         initial_weights = {name: base_parameters[name].detach() for name in self.weights}
         load_weights(self.weights, initial_weights, layouts)
+        for name in own_parameters.keys() - self.weights.keys():
+            self._own(name, base_parameters[name].detach())
         note_change(self.model)
+
+    def _own(self, name: str, weight: torch.Tensor) -> None:
+        """Gives the reference this weight in place of an untrained one, such as a frozen tower's,
+        which it shares with the policy."""
+        shared = self.model.get_parameter(name)
+        weight = weight.to(shared)
+        if not torch.equal(weight, shared):
+            place, _, last = name.rpartition(".")
+            parameter = torch.nn.Parameter(weight.clone(), requires_grad=False)
+            setattr(self.model.get_submodule(place), last, parameter)
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> torch.Tensor:

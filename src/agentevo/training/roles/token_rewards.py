@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.config import RewardModelSection
+from agentevo.errors import TrainingError
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.kernels.output_layer import token_scores
 
@@ -22,7 +23,12 @@ class TokenRewardModel:
     @torch.no_grad()
     def rewards(self, batch: PackedBatch) -> torch.Tensor:
         """[M] float32: coef times the model's output at the token itself; with at=last 0 before a
-        sample's last trained token."""
+        sample's last trained token. Raises TrainingError for a batch with images."""
+        if batch.images is not None:
+            raise TrainingError(
+                "reward_model.name: a token reward model reads text only, and attempts show "
+                "images: remove it, or leave images out"
+            )
         rewards = self.section.coef * token_scores(self.model, batch).float()
         if self.section.at == "all":
             return rewards
