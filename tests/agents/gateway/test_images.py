@@ -313,21 +313,23 @@ def test_a_body_with_images_may_be_longer_than_one_of_text(gateway_of, monkeypat
     noise = np.random.default_rng(1).integers(0, 255, (300, 300, 3), np.uint8)
     large = file_of(Image.fromarray(noise))
     assert len(large) > 250_000
+    long_text = {"type": "text", "text": "x" * 300_000}
 
     async def talk(opened, policy):
         bodies = (
             in_form(CHAT, large),
             {"model": "teacher", "messages": [{"role": "user", "content": "x" * 300_000}]},
             {"model": "teacher", "messages": [{"role": "user", "content": "image" * 60_000}]},
+            {"messages": [{"role": "user", "content": [part(SMALL), long_text]}]},
             {"model": "teacher", "messages": [{"role": "user", "content": [part(large)] * 3}]},
         )
         return [await opened.post(policy, body) for body in bodies]
 
     answers, *_ = talked(gateway_of, talk, max_body_mb=0.25, max_image_body_mb=1)
-    assert [answer.status_code for answer in answers] == [200, 413, 413, 413]
+    assert [answer.status_code for answer in answers] == [200, 413, 413, 413, 413]
     limits = [answer.json()["error"]["message"] for answer in answers[1:]]
-    assert ["max_body_mb" in limit for limit in limits] == [True, True, False]
-    assert "max_image_body_mb" in limits[2]
+    assert ["max_body_mb" in limit for limit in limits] == [True, True, True, False]
+    assert "max_image_body_mb" in limits[3]
 
     monkeypatch.setattr(gateway_images, "MAX_PIXELS", 300 * 300)
     two = [part(large), part(file_of(picture()))]

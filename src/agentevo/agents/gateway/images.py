@@ -24,8 +24,8 @@ MAX_REMEMBERED = 65_536
 MAX_PIXELS = 2**28
 """The most pixels of the images that one request sends for the first time; decoding them takes a
 core about 10 s. They are 200 images of 1,280 x 1,024."""
-
-
+MAX_AT_ONCE = 4
+"""The most images that a gateway decodes at once. A large one takes 600 MB of memory."""
 DECODING_S = 60.0
 """The time limit for decoding the images of a request, in seconds."""
 _MAY_HAVE_IMAGES = re.compile(rb"image|\\u")
@@ -41,6 +41,8 @@ class DecodedImages:
     """See the module. Any thread may use it."""
 
     def __init__(self) -> None:
+        self.slots = threading.BoundedSemaphore(MAX_AT_ONCE)
+        """What a thread holds while it decodes an image."""
         self._digests: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -64,13 +66,17 @@ class RequestImages:
     def __init__(self, decoded: DecodedImages) -> None:
         self.files: dict[str, ImageFile] = {}
         """Maps a digest to the image."""
+        self.num_characters = 0
+        """The characters of all images in base64, with repetitions."""
         self._decoded = decoded
         self._num_pixels = 0
 
     def read(self, source: Any, where: str) -> ImagePart:
         """The image of a part or block, as a part by digest. Raises ImageError."""
         _check_no_id(source, where)
-        image = read_image(source, where, known=self._decoded)
+        with self._decoded.slots:
+            image = read_image(source, where, known=self._decoded)
+        self.num_characters += (len(image.data) + 2) // 3 * 4
         digest = image.part.sha256
         if digest not in self._decoded:
             width, height = image_size(image, where)
