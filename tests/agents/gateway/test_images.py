@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from hashlib import sha256
@@ -35,6 +37,7 @@ from agentevo.agents.gateway.images import DecodedImages, RequestImages
 from agentevo.agents.gateway.request import Delivery
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.data import images as data_images
+from agentevo.errors import ImageError
 from agentevo.inference.remote_models import RemoteModels
 from agentevo.types import ImagePart, Message, TextPart
 
@@ -341,6 +344,31 @@ def test_a_body_with_images_may_be_longer_than_one_of_text(gateway_of, monkeypat
     assert answer.status_code == 400 and "send fewer" in answer.json()["error"]["message"]
 
 
+def test_a_request_has_a_bounded_number_of_images_and_few_are_decoded_at_once(monkeypatch):
+    monkeypatch.setattr(gateway_images, "MAX_IMAGES", 3)
+    request = RequestImages(DecodedImages())
+    parts = [part(file_of(picture(colour=(n, 0, 0)))) for n in range(4)]
+    for shown_part in [*parts[:3], *parts[:3]]:
+        request.read(shown_part, "x")
+    with pytest.raises(ImageError, match="x: the request has more than 3 images: send fewer"):
+        request.read(parts[3], "x")
+
+    decoding, most = [], []
+
+    def read(source, where, known):
+        decoding.append(where)
+        most.append(len(decoding))
+        time.sleep(0.01)
+        decoding.pop()
+        return data_images.read_image(source, where)
+
+    monkeypatch.setattr(gateway_images, "read_image", read)
+    decoded = DecodedImages()
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(lambda n: RequestImages(decoded).read(parts[n % 4], "x"), range(24)))
+    assert max(most) <= gateway_images.MAX_AT_ONCE
+
+
 def test_images_count_against_the_memory_of_responses(gateway_of, monkeypatch):
     monkeypatch.setattr(memory, "MAX_CHARACTERS", 4000)
     large = file_of(picture(300, 300), "BMP")
@@ -430,7 +458,8 @@ class TestTheSameTokens:
 def test_a_served_model_keeps_no_more_images_than_it_may(monkeypatch):
     """The oldest conversations go first, and an answer that is named has its images with it."""
     chat = seeing_chat()
-    monkeypatch.setattr(shared_session, "MAX_IMAGE_BYTES", 2 * len(PNG))
+    most = 2 * (len(PNG) + shared_session.IMAGE_OVERHEAD)
+    monkeypatch.setattr(shared_session, "MAX_IMAGE_BYTES", most)
     session = shared_session.SharedSession(
         lambda: seeing_conversation(chat=chat)[0], "http://x", "key"
     )

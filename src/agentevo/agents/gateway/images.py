@@ -24,6 +24,9 @@ MAX_REMEMBERED = 65_536
 MAX_PIXELS = 2**28
 """The most pixels of the images that one request sends for the first time; decoding them takes a
 core about 10 s. They are 200 images of 1,280 x 1,024."""
+MAX_IMAGES = 10_000
+"""The most different images of a request. A tiny one has 70 bytes, and takes ten times as many in
+memory."""
 MAX_AT_ONCE = 4
 """The most images that a gateway decodes at once. A large one takes 600 MB of memory."""
 DECODING_S = 60.0
@@ -88,7 +91,12 @@ class RequestImages:
                 )
             self._decoded.add(digest)
 
-        return self.files.setdefault(digest, image).part
+        part = self.files.setdefault(digest, image).part
+        if len(self.files) > MAX_IMAGES:
+            raise ImageError(
+                f"{where}: the request has more than {MAX_IMAGES:,} images: send fewer"
+            )
+        return part
 
 
 def _check_no_id(source: Any, where: str) -> None:
