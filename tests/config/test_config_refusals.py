@@ -318,6 +318,14 @@ def test_a_file_that_is_no_recipe(text, expected):
     assert expected in line
 
 
+def test_a_step_lasts_longer_than_a_page_may_hang():
+    browser = "environment: {type: browser, url: 'http://127.0.0.1/', deadline_s: 30}\n"
+    (line,) = refusal(f"{browser}agent: {{step_timeout_s: 30}}\n")
+    assert "agent.step_timeout_s=30 ends a step before environment.deadline_s=30 " in line
+    Path("r.yaml").write_text(f"{browser}agent: {{step_timeout_s: 40}}\n")
+    load_config("r.yaml", [])
+
+
 def test_every_problem_is_told_at_once():
     lines = refusal("trainer: {steps: x, grop_size: 2}\nmodel: {dtype: float33}\n")
     assert len(lines) == 4

@@ -76,7 +76,7 @@ def judge(
     config = load_config(recipe, overrides or [], needs_environment=False)
     chosen_judge = _find_judge(config, name)
     check_keys(config.remote_models)
-    judged_groups = _read_groups(rows, run, truth, groups)
+    judged_groups = _read_groups(rows, run, truth, groups, chosen_judge.images > 0)
     calibration = calibrate(
         chosen_judge,
         config.remote_models,
@@ -118,7 +118,9 @@ def _find_judge(config: RunConfig, name: str) -> JudgeOptions:
     return named[0]
 
 
-def _read_groups(rows: Path | None, run: Path | None, truth: str, limit: int) -> list[KnownGroup]:
+def _read_groups(
+    rows: Path | None, run: Path | None, truth: str, limit: int, with_images: bool
+) -> list[KnownGroup]:
     from agentevo.runs.evaluation.judge_data import groups_of_store, read_rows
 
     if rows is not None:
@@ -129,4 +131,6 @@ def _read_groups(rows: Path | None, run: Path | None, truth: str, limit: int) ->
     assert run is not None
 
     folder = check_run_folder(run)
-    return read_store(folder, lambda store: groups_of_store(store, truth, limit))
+    return read_store(
+        folder, lambda store: groups_of_store(store, truth, limit, with_images=with_images)
+    )

@@ -57,6 +57,15 @@ def recipe_contradictions(config: RunConfig) -> Iterator[str]:
             "ppo_mini_batch_size, a size, set trainer.groups_per_step / ppo_mini_batch_size)"
         )
 
+    step_s = getattr(config.agent, "step_timeout_s", None)
+    page_s = getattr(config.environment, "deadline_s", None)
+    if step_s is not None and page_s is not None and step_s <= page_s:
+        yield (
+            f"agent.step_timeout_s={step_s:g} ends a step before "
+            f"environment.deadline_s={page_s:g} closes a page that hangs: raise "
+            "agent.step_timeout_s, or lower environment.deadline_s"
+        )
+
     if config.cold_start.episodes and config.environment is None:
         yield (
             f"cold_start.episodes={config.cold_start.episodes} needs an environment's solver, but "

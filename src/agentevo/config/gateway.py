@@ -26,7 +26,7 @@ class GatewaySection(Section):
     they are sampled. Then no client gets, and sends back, the beginning of a call that turns out
     not to be a call."""
     max_body_mb: float = Field(default=16.0, gt=0, le=1024)
-    """Largest body of a request without images, in MiB."""
+    """Largest body of a request, without its images, in MiB."""
     max_image_body_mb: float = Field(default=64.0, gt=0, le=1024)
     """Largest body of a request with images, in MiB. Never less than max_body_mb."""
     requests_per_s: float = Field(default=0.0, ge=0, le=1e6)

@@ -33,6 +33,12 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 """The markers of a JPEG's frame, which has its size."""
 _MISPLACED = frozenset({0x00, 0xD8, *range(0x02, 0xC0)})
 """Markers that no segment of a JPEG has."""
+MAX_PARTS = 65_536
+"""The most segments of a JPEG and chunks of a PNG. The decoder takes microseconds for each, also
+for an empty one, and a file of 15 MiB can have millions."""
+MAX_SCANS = 256
+"""The most scans of a JPEG, which usually has one, or ten if it is progressive. A scan of a few
+bytes can go over all of the pixels."""
 
 
 class ImageHeader(NamedTuple):
@@ -68,6 +74,14 @@ def read_header(data: bytes) -> ImageHeader:
 def _png(data: bytes) -> tuple[int, int]:
     if data[12:16] != b"IHDR":
         raise ImageHeaderError("it is a PNG without a header")
+
+    place = 8
+    for _ in range(MAX_PARTS):
+        if place + 8 > len(data) or data[place + 4 : place + 8] == b"IEND":
+            break
+        place += 12 + unpack_from(">I", data, place)[0]
+    else:
+        raise ImageHeaderError(f"it is a PNG of more than {MAX_PARTS:,} chunks")
     return unpack_from(">II", data, 16)
 
 
@@ -102,7 +116,13 @@ def _jpeg(data: bytes) -> tuple[int, int]:
     something with markers, is refused. libjpeg itself fills what is missing with grey."""
     size: tuple[int, int] | None = None
     place = 2
+    num_parts = num_scans = 0
     while True:
+        num_parts += 1
+        if num_parts > MAX_PARTS or num_scans > MAX_SCANS:
+            raise ImageHeaderError(
+                f"it is a JPEG of more than {MAX_PARTS:,} segments or {MAX_SCANS} scans"
+            )
         if place >= len(data):
             raise ImageHeaderError("it is a JPEG that is cut off: it has no end marker")
         if data[place] != 0xFF:
@@ -125,6 +145,7 @@ def _jpeg(data: bytes) -> tuple[int, int]:
         if not (marker == 0x01 or 0xD0 <= marker <= 0xD7):
             place += unpack_from(">H", data, place)[0]
         if marker == 0xDA:
+            num_scans += 1
             next_marker = _NOT_STUFFED.search(data, place)
             place = len(data) if next_marker is None else next_marker.start()
 

@@ -51,6 +51,8 @@ _FORMATS_TEXT = "PNG, JPEG, WebP, GIF of one frame or BMP"
 _DATA_URL = re.compile(r"data:(?P<type>[^,;]*)(?P<options>(;[^,;]*)*),", re.IGNORECASE)
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _BLANK = re.compile(r"\s+")
+_LONGEST_PATH = 1024
+"""In characters. A longer text is base64 that lost its beginning."""
 
 
 class ImageLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +158,7 @@ def image_source(part: Mapping[Any, Any], where: str) -> Any:
         if isinstance(part.get("image"), Mapping) and "type" in part:
             return {k: v for k, v in part["image"].items() if k not in ("type", "image")}
 
-    keys = ", ".join(map(str, part)) or "no key"
+    keys = ", ".join(map(str, part))[:200] or "no key"
     raise ImageError(
         f"{where} has {keys}, and none of them is an image: give a data URL as image_url, or bytes"
     )
@@ -170,6 +172,12 @@ def _of_text(text: str, where: str, folder: Path | None, limits: ImageLimits) ->
         raise ImageError(
             f"{where} is the URL {shown(text)}, and no image is fetched: give its bytes as a data "
             "URL (data:image/png;base64,...)"
+        )
+
+    if len(text) > _LONGEST_PATH:
+        raise ImageError(
+            f"{where} is the text {shown(text)}, which is too long for a path: give base64 as a "
+            "data URL (data:image/png;base64,...)"
         )
 
     if folder is None:

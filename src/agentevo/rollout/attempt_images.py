@@ -88,11 +88,12 @@ class AttemptImages:
         if not named or self._store is None:
             return
 
+        # A thread that an attempt left behind may still add images.
         files = {
-            name: image
+            name: policy.images[name]
             for policy in policies
-            for name, image in policy.images.items()
-            if name in named
+            for name in named
+            if name in policy.images
         }
         await put_images(self._store, files.values())
 

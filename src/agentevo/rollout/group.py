@@ -385,7 +385,7 @@ class RolloutGroup:
         images = {
             digest: image
             for attempt in self.attempts
-            for digest, image in attempt.policy.images.items()
+            for digest, image in list(attempt.policy.images.items())  # a thread may add some
         }
         count = len(self.members)
         scored = list[Trajectory]()

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from hashlib import sha256
@@ -35,6 +37,7 @@ from agentevo.agents.gateway.images import DecodedImages, RequestImages
 from agentevo.agents.gateway.request import Delivery
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.data import images as data_images
+from agentevo.errors import ImageError
 from agentevo.inference.remote_models import RemoteModels
 from agentevo.types import ImagePart, Message, TextPart
 
@@ -313,21 +316,23 @@ def test_a_body_with_images_may_be_longer_than_one_of_text(gateway_of, monkeypat
     noise = np.random.default_rng(1).integers(0, 255, (300, 300, 3), np.uint8)
     large = file_of(Image.fromarray(noise))
     assert len(large) > 250_000
+    long_text = {"type": "text", "text": "x" * 300_000}
 
     async def talk(opened, policy):
         bodies = (
             in_form(CHAT, large),
             {"model": "teacher", "messages": [{"role": "user", "content": "x" * 300_000}]},
             {"model": "teacher", "messages": [{"role": "user", "content": "image" * 60_000}]},
+            {"messages": [{"role": "user", "content": [part(SMALL), long_text]}]},
             {"model": "teacher", "messages": [{"role": "user", "content": [part(large)] * 3}]},
         )
         return [await opened.post(policy, body) for body in bodies]
 
     answers, *_ = talked(gateway_of, talk, max_body_mb=0.25, max_image_body_mb=1)
-    assert [answer.status_code for answer in answers] == [200, 413, 413, 413]
+    assert [answer.status_code for answer in answers] == [200, 413, 413, 413, 413]
     limits = [answer.json()["error"]["message"] for answer in answers[1:]]
-    assert ["max_body_mb" in limit for limit in limits] == [True, True, False]
-    assert "max_image_body_mb" in limits[2]
+    assert ["max_body_mb" in limit for limit in limits] == [True, True, True, False]
+    assert "max_image_body_mb" in limits[3]
 
     monkeypatch.setattr(gateway_images, "MAX_PIXELS", 300 * 300)
     two = [part(large), part(file_of(picture()))]
@@ -337,6 +342,31 @@ def test_a_body_with_images_may_be_longer_than_one_of_text(gateway_of, monkeypat
 
     answer, *_ = talked(gateway_of, many)
     assert answer.status_code == 400 and "send fewer" in answer.json()["error"]["message"]
+
+
+def test_a_request_has_a_bounded_number_of_images_and_few_are_decoded_at_once(monkeypatch):
+    monkeypatch.setattr(gateway_images, "MAX_IMAGES", 3)
+    request = RequestImages(DecodedImages())
+    parts = [part(file_of(picture(colour=(n, 0, 0)))) for n in range(4)]
+    for shown_part in [*parts[:3], *parts[:3]]:
+        request.read(shown_part, "x")
+    with pytest.raises(ImageError, match="x: the request has more than 3 images: send fewer"):
+        request.read(parts[3], "x")
+
+    decoding, most = [], []
+
+    def read(source, where, known):
+        decoding.append(where)
+        most.append(len(decoding))
+        time.sleep(0.01)
+        decoding.pop()
+        return data_images.read_image(source, where)
+
+    monkeypatch.setattr(gateway_images, "read_image", read)
+    decoded = DecodedImages()
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(lambda n: RequestImages(decoded).read(parts[n % 4], "x"), range(24)))
+    assert max(most) <= gateway_images.MAX_AT_ONCE
 
 
 def test_images_count_against_the_memory_of_responses(gateway_of, monkeypatch):
@@ -428,7 +458,8 @@ class TestTheSameTokens:
 def test_a_served_model_keeps_no_more_images_than_it_may(monkeypatch):
     """The oldest conversations go first, and an answer that is named has its images with it."""
     chat = seeing_chat()
-    monkeypatch.setattr(shared_session, "MAX_IMAGE_BYTES", 2 * len(PNG))
+    most = 2 * (len(PNG) + shared_session.IMAGE_OVERHEAD)
+    monkeypatch.setattr(shared_session, "MAX_IMAGE_BYTES", most)
     session = shared_session.SharedSession(
         lambda: seeing_conversation(chat=chat)[0], "http://x", "key"
     )

@@ -10,6 +10,7 @@ import pytest
 from called_tools import called
 from pictures import base64_of, data_url, file_of, huge_png, picture
 
+from agentevo.agents.tools import result_parts
 from agentevo.agents.tools.functions import result_of
 from agentevo.agents.tools.mcp_manager import _result
 from agentevo.agents.tools.mcp_offers import read_parts, read_resources
@@ -144,6 +145,17 @@ def test_what_an_mcp_server_gives():
     ]
     assert "left out: " in read[7] and "40,000 x 40,000 pixels" in read[7]
     assert asyncio.run(read_resources([blob, zipped])) == [IMAGE, "[resource a://z, 3 bytes]"]
+
+
+def test_a_server_decides_not_how_long_images_are_decoded(monkeypatch):
+    monkeypatch.setattr(result_parts, "MAX_PIXELS", 2 * 8 * 6)
+    block = {"type": "image_url", "image_url": {"url": data_url(PNG)}}
+    told = "[the rest is left out: the images have more than 96 pixels]"
+    images = [mcp("image", data=base64_of(PNG), mime_type="image/png")] * 5
+    blobs = [SimpleNamespace(uri="a://b", mime_type="image/png", blob=base64_of(PNG))] * 5
+    assert asyncio.run(read_parts(images)) == [IMAGE, IMAGE, IMAGE, told]
+    assert asyncio.run(read_resources(blobs)) == [IMAGE, IMAGE, IMAGE, told]
+    assert list(_result([block] * 5).parts) == [IMAGE, IMAGE, IMAGE, told]
 
 
 def test_what_an_agentrl_node_gives():

@@ -5,21 +5,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
+from judged_attempts import ASKED, TASK, attempt, turn
 from seeing_chats import OTHER, SMALL, WIDE, SeeingEngine, seeing_conversation
 
 from agentevo.agents.policy import Policy
 from agentevo.api.loop import records
+from agentevo.api.loop import service as loop_service
 from agentevo.api.loop.attempts import Attempts
 from agentevo.api.loop.contents import Sealer
 from agentevo.api.loop.conversation import RemoteAttempt, RemotePolicy
 from agentevo.api.loop.encoding import decode, encode
-from agentevo.api.loop.rollout import _task_of
+from agentevo.api.loop.rollout import _MadeAttempt, _task_of, rollout
 from agentevo.data.message_images import ImageCollector
 from agentevo.errors import BadRequestError, ImageError
+from agentevo.rewards.reward import reward, reward_config, rewards
+from agentevo.runtime.event_loop import run_coroutine
 from agentevo.types import ImagePart, Message, TextPart
 from agentevo.types.images import ImageFile, images_of_task
 
@@ -118,3 +122,61 @@ def test_a_row_with_an_image_is_a_task() -> None:
     images = ImageCollector()
     task = _task_of({"id": "1", "query": "<image>What?", "images": [SMALL.data]}, images)
     assert images_of_task(task) == list(images.files) == [SMALL.part.sha256]
+
+
+class Model:
+    """A model whose attempts are scored by one reward, without a run."""
+
+    def __init__(self, kind: str) -> None:
+        self.rewards = (reward_config(kind)(name=kind),)
+        self.state = SimpleNamespace(trained_agents=())
+
+
+def test_rewards_of_a_loop_get_the_images_of_its_attempts() -> None:
+    @reward("bytes_of_the_image")
+    def bytes_of_the_image(images: Mapping[str, ImageFile]) -> float:
+        return float(len(images[SMALL.part.sha256].data))
+
+    shows = attempt("a", turn(0, ASKED, Message("tool", (SMALL.part,)), Message("assistant", "x")))
+    made = _MadeAttempt([shows], {}, {"a"}, {SMALL.part.sha256: SMALL})
+    model: Any = Model("bytes_of_the_image")
+    try:
+        (scored,) = asyncio.run(rollout(lambda task, policy: None)._score(model, TASK, [made]))
+    finally:
+        rewards._items.pop("bytes_of_the_image")
+    assert scored.reward == len(SMALL.data), scored.error
+
+
+def test_nothing_comes_between_the_check_of_groups_and_their_submission(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The store may be slow to take the images. Another submission of the same groups would then
+    pass the check too, and both would be trained."""
+    events: list[str] = []
+
+    async def put(store: Any, images: list[ImageFile]) -> None:
+        events.append(f"put {len(images)}")
+
+    async def check(groups: Any) -> None:
+        events.append("check")
+
+    monkeypatch.setattr(loop_service, "put_images", put)
+    monkeypatch.setattr(loop_service, "submission_id", lambda groups: "one")
+    monkeypatch.setattr(loop_service, "check_groups", lambda groups, sealer: None)
+    submissions = SimpleNamespace(
+        num_under_way=0, submit=lambda submission: events.append("submit")
+    )
+    service: Any = SimpleNamespace(
+        _has=lambda name: False,
+        _sealer=None,
+        _step=0,
+        _submissions=submissions,
+        _parts=SimpleNamespace(store=None),
+        _check_new=check,
+        config=SimpleNamespace(trainer=SimpleNamespace(steps=3)),
+    )
+    group: Any = SimpleNamespace(task=TASK, members=[], images=[SMALL])
+
+    run_coroutine(loop_service.LoopService.submit(service, [group]))
+
+    assert events == ["put 1", "check", "submit"]

@@ -103,6 +103,8 @@ def test_impossible_actions_are_invalid(open_page: Open) -> None:
         ("navigate http://example.com/", "not allowed"),
         ("navigate chrome://version", "not allowed"),
         ("navigate javascript:alert(1)", "not allowed"),
+        ("navigate data:text/html,<p>Bought</p>", "not allowed"),
+        ("navigate http://[", "not allowed"),
         ("back", "no earlier page"),
     ]:
         observation, reward, terminated, truncated, info = environment.step(action)

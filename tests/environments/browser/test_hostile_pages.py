@@ -87,6 +87,16 @@ def test_dialogs_popups_and_downloads_are_closed(open_page: Open, site: Any) -> 
     assert "Other" in str(follows.step("click #pop")[0])
 
 
+def test_a_followed_window_that_closes_leads_back(open_page: Open, site: Any) -> None:
+    site.pages["/login"] = '<button onclick="window.close()">done</button>'
+    shop = open_page('<h1>Shop</h1><a target="_blank" href="/login">log in</a>', popups="follow")
+
+    assert "done" in str(shop.step("click a")[0])
+    observation, *_, info = shop.step("click button")
+    assert info["valid"]
+    assert 'heading "Shop"' in str(observation)
+
+
 def test_other_hosts_and_files_are_closed(open_page: Open, site: Any) -> None:
     port = site.server_address[1]
     other = f"http://localhost:{port}"  # the same server by another name

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agentevo.environments.browser.permissions import permissions_for
+from agentevo.environments.browser.permissions import absolute_url, permissions_for
 from agentevo.errors import ConfigError
 
 
@@ -64,6 +64,20 @@ def test_only_the_folder_of_a_file(tmp_path: Path) -> None:
     assert not permissions.allow((folder / "link").as_uri())
     assert not permissions.allow(f"file://server{page}")
     assert not permissions.allow("http://127.0.0.1/")
+
+    (folder / "circle").symlink_to(folder / "circle")
+    for name in ("circle/x", "a%00b", "x" * 5000):  # an answer, not an exception
+        assert permissions.allow(f"file://{folder}/{name}") in (True, False)
+    assert not permissions.allow(f"file://{folder}/a%00b")
+
+
+def test_a_player_opens_addresses_and_writes_no_pages() -> None:
+    permissions = permissions_for("http://shop.org/", ())
+    page = "http://shop.org/a/b?c"
+
+    assert permissions.allow_navigation(absolute_url("../basket", page))
+    for url in ("data:text/html,<p>Thanks", "about:blank", "blob:http://shop.org/1", "http://["):
+        assert not permissions.allow_navigation(absolute_url(url, page)), url
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 from judge_endpoint import judge, likes_early, number_in, obeys, ranks, words_of
+from pictures import data_url, file_of, picture
 from remote_server import RemoteServer, fails
 
 from agentevo.cli.main import main
@@ -16,6 +17,7 @@ from agentevo.config.judges import check_calibrated
 from agentevo.errors import ConfigError
 from agentevo.runs.evaluation import judge_calibration as statistics
 from agentevo.runs.evaluation.judge_data import read_rows
+from agentevo.types.images import images_of_trajectory
 
 
 def likes_long(record, number, num):
@@ -63,6 +65,30 @@ def calibrated(rows, tmp_path, capsys):
         return code, report, capsys.readouterr(), tree
 
     return run
+
+
+def test_rows_show_images_to_a_judge(tmp_path):
+    """An image of a row as a path beside the file, or as a data URL; a vote gets its bytes."""
+    colours = [file_of(picture(colour=(shade, 0, 0))) for shade in range(4)]
+    lines = []
+    for number, data in enumerate(colours):
+        (tmp_path / f"{number}.png").write_bytes(data)
+        shot = {"type": "image", "path": f"{number}.png"}
+        if number % 2:
+            shot = {"type": "image_url", "image_url": {"url": data_url(data)}}
+        asked = {"role": "user", "content": [shot, {"type": "text", "text": "What?"}]}
+        messages = [asked, {"role": "assistant", "content": f"colour {number}"}]
+        lines.append({"task_id": f"t{number // 2}", "messages": messages, "truth": number % 2})
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+
+    groups = read_rows(path)
+
+    assert len(groups) == 2
+    for group in groups:
+        named = [name for each in group.attempts for name in images_of_trajectory(each)]
+        assert len(named) == 2
+        assert all(group.images[name].data in colours for name in named)
 
 
 def test_a_judge_that_can_rank_passes_and_a_recipe_may_train_by_it(calibrated, tmp_path):

@@ -159,7 +159,7 @@ class ApiRoutes(Routes):
 
         def read_it() -> Q:
             question = read(object_of(body), images)
-            if len(body) > self._max_body and not images.files:
+            if len(body) - images.num_characters > self._max_body:
                 raise refuse_length(self._max_body, "gateway.max_body_mb")
             return replace(question, images=tuple(images.files.values()))
 

@@ -24,8 +24,11 @@ MAX_REMEMBERED = 65_536
 MAX_PIXELS = 2**28
 """The most pixels of the images that one request sends for the first time; decoding them takes a
 core about 10 s. They are 200 images of 1,280 x 1,024."""
-
-
+MAX_IMAGES = 10_000
+"""The most different images of a request. A tiny one has 70 bytes, and takes ten times as many in
+memory."""
+MAX_AT_ONCE = 4
+"""The most images that a gateway decodes at once. A large one takes 600 MB of memory."""
 DECODING_S = 60.0
 """The time limit for decoding the images of a request, in seconds."""
 _MAY_HAVE_IMAGES = re.compile(rb"image|\\u")
@@ -41,6 +44,8 @@ class DecodedImages:
     """See the module. Any thread may use it."""
 
     def __init__(self) -> None:
+        self.slots = threading.BoundedSemaphore(MAX_AT_ONCE)
+        """What a thread holds while it decodes an image."""
         self._digests: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -64,13 +69,17 @@ class RequestImages:
     def __init__(self, decoded: DecodedImages) -> None:
         self.files: dict[str, ImageFile] = {}
         """Maps a digest to the image."""
+        self.num_characters = 0
+        """The characters of all images in base64, with repetitions."""
         self._decoded = decoded
         self._num_pixels = 0
 
     def read(self, source: Any, where: str) -> ImagePart:
         """The image of a part or block, as a part by digest. Raises ImageError."""
         _check_no_id(source, where)
-        image = read_image(source, where, known=self._decoded)
+        with self._decoded.slots:
+            image = read_image(source, where, known=self._decoded)
+        self.num_characters += (len(image.data) + 2) // 3 * 4
         digest = image.part.sha256
         if digest not in self._decoded:
             width, height = image_size(image, where)
@@ -82,7 +91,12 @@ class RequestImages:
                 )
             self._decoded.add(digest)
 
-        return self.files.setdefault(digest, image).part
+        part = self.files.setdefault(digest, image).part
+        if len(self.files) > MAX_IMAGES:
+            raise ImageError(
+                f"{where}: the request has more than {MAX_IMAGES:,} images: send fewer"
+            )
+        return part
 
 
 def _check_no_id(source: Any, where: str) -> None:

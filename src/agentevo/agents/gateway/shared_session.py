@@ -28,6 +28,8 @@ MAX_KEPT = 256
 """The maximum number of conversations that can be continued."""
 MAX_IMAGE_BYTES = 2**30
 """The maximum bytes of their images. Beyond it, the oldest conversations are dropped."""
+IMAGE_OVERHEAD = 1024
+"""What an image takes in memory besides the bytes of its file, in bytes."""
 
 
 class SharedSession(GatewaySession):
@@ -113,7 +115,7 @@ class SharedSession(GatewaySession):
 
     def _num_image_bytes(self) -> int:
         return sum(
-            len(image.data)
+            len(image.data) + IMAGE_OVERHEAD
             for session in self._sessions.values()
             for conversation in session.conversations.values()
             for image in conversation.images.files.values()

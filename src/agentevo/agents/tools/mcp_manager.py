@@ -24,7 +24,7 @@ from urllib.parse import quote
 import msgspec
 
 from agentevo.agents.tools.mcp_connection import MAX_TOOLS, without_secrets
-from agentevo.agents.tools.result_parts import read_or_tell, result_of_parts
+from agentevo.agents.tools.result_parts import limit_pixels, read_or_tell, result_of_parts
 from agentevo.agents.tools.tool import ToolResult, ToolSession, Toolset, ToolSpec, object_schema
 from agentevo.config.mcp import MCPManagerSection
 from agentevo.errors import ConfigError, ToolArgumentsError, ToolUnavailableError, describe_error
@@ -283,7 +283,7 @@ def _result(content: Any) -> ToolResult:
             return _failure_result(_text(error or content))
 
     if isinstance(content, list) and all(_is_part(part) for part in content):
-        return result_of_parts([_part(part) for part in content])
+        return result_of_parts(limit_pixels(map(_part, content)))
 
     return ToolResult(text=_text(content))
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from agentevo.agents.tools.result_parts import read_or_tell, result_of_parts
+from agentevo.agents.tools.result_parts import limit_pixels, read_or_tell, result_of_parts
 from agentevo.agents.tools.tool import ToolResult, ToolSpec
 from agentevo.errors import ToolArgumentsError, ToolUnavailableError
 from agentevo.runtime.event_loop import in_thread
@@ -140,13 +140,13 @@ def contents_text(contents: Any) -> str:
 async def read_parts(contents: Sequence[Any]) -> list[str | ImageFile]:
     """The parts of a result as texts and images. Images are decoded on a thread."""
     if any(content.type in ("image", "resource") for content in contents):
-        return await in_thread(lambda: [_part(content) for content in contents])
+        return await in_thread(lambda: limit_pixels(map(_part, contents)))
     return [part_text(content) for content in contents]
 
 
 async def read_resources(contents: Sequence[Any]) -> list[str | ImageFile]:
     """The contents of a resource as texts and images."""
-    return await in_thread(lambda: [_resource(part) for part in contents])
+    return await in_thread(lambda: limit_pixels(map(_resource, contents)))
 
 
 def _part(content: Any) -> str | ImageFile:

@@ -11,7 +11,7 @@ An image that can't be read becomes a text with the reason: a server's answer fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from agentevo.agents.tools.tool import ToolResult
@@ -20,6 +20,8 @@ from agentevo.errors import ImageError
 from agentevo.types.images import ImageFile
 
 _WHERE = "the image"
+MAX_PIXELS = 2**28
+"""The most pixels of the images of a server's result; decoding them takes a core about 10 s."""
 
 
 def result_of_parts(
@@ -53,6 +55,22 @@ def read_or_tell(source: Any, describe: Callable[[], str]) -> str | ImageFile:
         return read_image(source, _WHERE)
     except ImageError as error:
         return f"[{describe()}, left out: {error}]"
+
+
+def limit_pixels(parts: Iterable[str | ImageFile]) -> list[str | ImageFile]:
+    """The parts, which are read one after the other, up to MAX_PIXELS of images."""
+    read: list[str | ImageFile] = []
+    num_pixels = 0
+    for part in parts:
+        read.append(part)
+        if isinstance(part, ImageFile):
+            width, height = image_size(part, _WHERE)
+            num_pixels += width * height
+        if num_pixels > MAX_PIXELS:
+            read.append(f"[the rest is left out: the images have more than {MAX_PIXELS:,} pixels]")
+            break
+
+    return read
 
 
 def has_image(returned: Any) -> bool:

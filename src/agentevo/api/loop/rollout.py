@@ -38,6 +38,7 @@ from agentevo.runtime.event_loop import gather_all
 from agentevo.store.records import RETRIES
 from agentevo.types import Task, Trajectory
 from agentevo.types.copies import copy_of_task
+from agentevo.types.images import ImageFile
 
 
 class Rollout:
@@ -103,11 +104,13 @@ class Rollout:
         trained = model.state.trained_agents
         scored = list[Trajectory]()
         unrewarded = set[str]().union(*(attempt.unrewarded for attempt in attempts))
+        images = {name: image for made in attempts for name, image in made.images.items()}
         for of_agent in zip(*(attempt.trajectories for attempt in attempts), strict=True):
             judged = list(of_agent)
             if not trained or judged[0].agent in trained:
                 without = [trajectory.id in unrewarded for trajectory in judged]
-                judged = await self._scoring(model).score(judged, without, {}, task=task)
+                scoring = self._scoring(model)
+                judged = await scoring.score(judged, without, {}, task=task, images=images)
             scored += judged
 
         return scored
@@ -160,7 +163,7 @@ class Rollout:
         trajectories = await attempt.run(task_id=task.id, group_id=group, number=number)
         agent_ends = (await under_way.end()).agents
         seals = {opened.names[agent]: agent_ends[agent].seal for agent in agent_ends}
-        return _MadeAttempt(trajectories, seals, attempt.unrewarded)
+        return _MadeAttempt(trajectories, seals, attempt.unrewarded, under_way.images.files)
 
     def trace_of(self, error: str | None) -> str:
         """The traceback of the first attempt with this failure."""
@@ -176,12 +179,18 @@ class AsyncRollout(Rollout):
 
 class _MadeAttempt:
     def __init__(
-        self, trajectories: list[Trajectory], seals: Mapping[str, str], unrewarded: set[str]
+        self,
+        trajectories: list[Trajectory],
+        seals: Mapping[str, str],
+        unrewarded: set[str],
+        images: Mapping[str, ImageFile],
     ) -> None:
-        """One trajectory for each agent; `unrewarded`: those whose reward is left to a scorer."""
+        """One trajectory for each agent; `unrewarded`: those whose reward is left to a scorer;
+        `images`: those that they may name, by digest."""
         self.trajectories = trajectories
         self.seals = seals
         self.unrewarded = unrewarded
+        self.images = images
 
 
 def rollout(function: Callable[..., Any]) -> Rollout:

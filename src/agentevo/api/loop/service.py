@@ -307,6 +307,8 @@ class LoopService:
         name = await in_thread(submission_id, groups)
         if not self._has(name):
             await in_thread(check_groups, groups, self._sealer)
+            images = [image for group in groups for image in group.images]
+            await put_images(self._parts.store, images)
 
         checked_at = None
         while not self._has(name):
@@ -320,9 +322,7 @@ class LoopService:
                         f"train: trainer.steps={steps} is reached: open the model with more"
                     )
 
-                await put_images(
-                    self._parts.store, [image for group in groups for image in group.images]
-                )
+                # Nothing awaits here, so no other submission can take these groups meanwhile.
                 self._submissions.submit(Submission(name, tasks, trajectories))
                 break
 

@@ -58,7 +58,8 @@ class PageConfig(EnvironmentConfig):
     dialogs: Literal["dismiss", "accept"] = "dismiss"
     """The answer to a dialog of the page. The player reads its text."""
     popups: Literal["close", "follow"] = "close"
-    """What happens to a window that the page opens. `follow`: the player continues there."""
+    """What happens to a window that the page opens. `follow`: the player continues there, until it
+    closes."""
     downloads: bool = False
     """Whether the page may download files. They are deleted with the episode."""
     clock: Literal["virtual", "real"] = "virtual"
@@ -68,7 +69,8 @@ class PageConfig(EnvironmentConfig):
     """How long the page reacts to an action, on its clock, in milliseconds."""
     deadline_s: float = pydantic.Field(default=60.0, gt=0, le=3600)
     """The longest time for a reset, or for an action with its observation, in seconds. A page that
-    takes longer fails the attempt. Keep it below `agent.step_timeout_s`."""
+    takes longer fails the attempt. The start of Chromium does not count. `agent.step_timeout_s`
+    must be longer."""
     max_text: int = pydantic.Field(default=8000, ge=100)
     """The longest text or tree of an observation, in characters."""
     executable: str = ""
@@ -235,6 +237,7 @@ class PageEnvironment(TextEnvironment):
         self.close()
         self._seed = random.SystemRandom().randrange(2**31) if seed is None else seed
         self._num_actions = 0
+        self._browser.start()
         self._session = PageSession(self._browser, self._settings, self._permissions)
         started = time.monotonic()
         observation = self.call(self._open)

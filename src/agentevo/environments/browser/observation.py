@@ -16,12 +16,19 @@ IMAGE = "<image>"
 _IMAGE_IN_TEXT = re.compile(r"<\s*image\s*>", re.IGNORECASE)
 _BOX = re.compile(r" \[box=(-?\d+),(-?\d+),(\d+),(\d+)\]")
 _REFERENCE = re.compile(r"\[ref=((?:f\d+)?e\d+)\]")
+_ELEMENT = re.compile(
+    r"""\s*-\ '?(?P<role>[\w-]+)(\ "([^"\\]|\\.)*")?(?P<attributes>(\ \[[^\]"]*\])*)""", re.VERBOSE
+)
+"""A line of the tree up to the element's text. The page chooses its name and its text, which may
+look like attributes."""
 MARKED_ROLES = (
     "button", "checkbox", "combobox", "link", "listbox", "menuitem", "menuitemcheckbox",
     "menuitemradio", "option", "radio", "searchbox", "slider", "spinbutton", "switch", "tab",
     "textbox", "treeitem",
 )  # fmt: skip
 """The roles of elements whose ids are drawn on a screenshot."""
+MAX_MARKS = 1000
+"""The most marks on a screenshot."""
 MARK_SIZE = 11
 """The height of a mark's letters, in pixels."""
 
@@ -60,21 +67,30 @@ def _without_placeholders(text: str) -> str:
 
 
 def draw_marks(picture: bytes, tree: str) -> bytes:
-    """The screenshot with the box and the id of each element that can be used."""
+    """The screenshot with the box and the id of each element that can be used and is in sight."""
     from PIL import Image, ImageDraw, ImageFont  # 50 ms
 
     image = Image.open(io.BytesIO(picture)).convert("RGB")
     pen = ImageDraw.Draw(image)
     font = ImageFont.load_default(MARK_SIZE)
+    num_marks = 0
     for line in tree.splitlines():
-        words = line.strip().removeprefix("- ").split(maxsplit=1)
-        reference, box = _REFERENCE.search(line), _BOX.search(line)
-        is_used = bool(words) and (words[0] in MARKED_ROLES or "[cursor=pointer]" in line)
-        if reference is None or box is None or not is_used:
+        element = _ELEMENT.match(line)
+        attributes = "" if element is None else element["attributes"]
+        reference, box = _REFERENCE.search(attributes), _BOX.search(attributes)
+        if element is None or reference is None or box is None or num_marks == MAX_MARKS:
+            continue
+        if element["role"] not in MARKED_ROLES and "[cursor=pointer]" not in attributes:
             continue
 
         left, top, width, height = map(int, box.groups())
-        pen.rectangle((left, top, left + width - 1, top + height - 1), outline=(200, 0, 0))
+        right, bottom = min(left + width - 1, image.width), min(top + height - 1, image.height)
+        left, top = max(left, -1), max(top, -1)  # a side out of sight is not drawn
+        if left > right or top > bottom:
+            continue
+
+        num_marks += 1
+        pen.rectangle((left, top, right, bottom), outline=(200, 0, 0))
         label = pen.textbbox((left, top), reference[1], font=font)
         pen.rectangle(label, fill=(200, 0, 0))
         pen.text((left, top), reference[1], fill=(255, 255, 255), font=font)

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
-from urllib.parse import urljoin
 
 from agentevo.environments.browser.actions import SCALE, BrowserAction, Place
 from agentevo.environments.browser.page_events import PageEvents
-from agentevo.environments.browser.permissions import Permissions
+from agentevo.environments.browser.permissions import Permissions, absolute_url
 from agentevo.environments.browser.process import BrowserProcess, driver_error, first_line
 from agentevo.errors import EnvironmentFailure
 
@@ -171,6 +170,7 @@ class PageSession:
         page.on("dialog", self._answer_dialog)
         page.on("download", lambda _: self.events.record_download(self._settings.downloads))
         page.on("crash", lambda _: self.events.break_off("the page crashed"))
+        page.on("close", lambda _: self._leave_closed_window())
 
     def _count(self, request: Request, change: int) -> None:
         self.events.in_flight = max(0, self.events.in_flight + change)
@@ -212,6 +212,16 @@ class PageSession:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+    def _leave_closed_window(self) -> None:
+        """Returns to the window that is left, after one that the player followed has closed."""
+        if self._context is None or self._page is None or not self._page.is_closed():
+            return
+        left = [page for page in self._context.pages if not page.is_closed()]
+        if left:
+            self._page = left[-1]
+        else:
+            self.events.break_off("the page closed its window")
+
     async def _close_page(self, page: Page) -> None:
         with suppress(driver_error(), TimeoutError):  # it is closed with the context
             async with asyncio.timeout(ELEMENT_MS / 1000):
@@ -240,12 +250,14 @@ class PageSession:
         await self._unless_broken(self._perform(action))
 
     async def _perform(self, action: BrowserAction) -> None:
+        page = self.page
         try:
             await getattr(self, f"_do_{action.action}")(action)
         except driver_error() as error:
             if self.page.is_closed():
                 raise
-            raise ActionRefused(first_line(error)) from error
+            if not page.is_closed():  # else the action has closed its own window
+                raise ActionRefused(first_line(error)) from error
         if action.action != "done":
             await self.settle()
             await self._leave_forbidden_page()
@@ -291,8 +303,8 @@ class PageSession:
             await mouse.up()
 
     async def _do_navigate(self, action: BrowserAction) -> None:
-        url = urljoin(self.page.url, action.url)
-        if not self._permissions.allow(url):
+        url = absolute_url(action.url, self.page.url)
+        if not self._permissions.allow_navigation(url):
             raise ActionRefused(f"the address {url[:200]} is not allowed")
         await self.page.goto(url, timeout=0)
 
@@ -438,7 +450,7 @@ class PageSession:
             if frame.url:
                 continue
             element = await frame.frame_element()
-            url = urljoin(self.page.url, await element.get_attribute("src") or "")
+            url = absolute_url(await element.get_attribute("src") or "", self.page.url)
             if not self._permissions.allow(url):
                 self.events.record_blocked(url)
                 await element.evaluate("(element) => element.remove()")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urljoin, urlsplit
 
 from agentevo.errors import ConfigError
 
@@ -41,10 +41,18 @@ class Permissions:
             _matches(pattern, parts.hostname, port or PORTS[parts.scheme]) for pattern in self.hosts
         )
 
+    def allow_navigation(self, url: str) -> bool:
+        """Whether a player may open `url`. An address that holds the document itself is not open: a
+        player could write the page that its reward asks for."""
+        return self.allow(url) and urlsplit(url).scheme not in ("data", "blob", "about")
+
     def _allow_file(self, host: str, path: str) -> bool:
         if self.folder is None or host not in ("", "localhost"):
             return False
-        return Path(unquote(path)).resolve().is_relative_to(self.folder)
+        try:
+            return Path(unquote(path)).resolve().is_relative_to(self.folder)
+        except (OSError, RuntimeError, ValueError):  # no path, or links in a circle
+            return False
 
     @property
     def resolver_rules(self) -> str:
@@ -52,6 +60,15 @@ class Permissions:
         also holds for redirects, which the interception of requests does not see."""
         names = sorted({_split_port(pattern)[0] for pattern in self.hosts})
         return ", ".join(["MAP * ~NOTFOUND", *(f"EXCLUDE {name}" for name in names)])
+
+
+def absolute_url(url: str, page_url: str) -> str:
+    """An address as the page at `page_url` means it. A malformed one, which is never allowed, stays
+    as it is."""
+    try:
+        return urljoin(page_url, url)
+    except ValueError:
+        return url
 
 
 def permissions_for(

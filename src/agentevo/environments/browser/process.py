@@ -117,10 +117,24 @@ class BrowserProcess:
                 return await work()
         except TimeoutError as error:
             raise EnvironmentFailure(
-                f"the page did not answer within environment.deadline_s={within_s:g} s"
+                f"the page did not answer within {within_s:g} s (environment.deadline_s)"
             ) from error
-        except driver_error() as error:
+        except Exception as error:
+            # Some versions raise a plain Exception from calls during which the driver dies.
+            if type(error) is not Exception and not isinstance(error, driver_error()):
+                raise
             raise EnvironmentFailure(f"the browser failed: {first_line(error)}") from error
+
+    def start(self) -> None:
+        """Starts Chromium if it does not run. Raises EnvironmentFailure if it does not start within
+        LAUNCH_S, whatever the deadline of a page is: a start that is broken off is lost, and the
+        next one begins again."""
+        self.call(self._start, LAUNCH_S + 2 * CLOSE_S)
+
+    async def _start(self) -> None:
+        async with self._starting:
+            if self._browser is None or not self._browser.is_connected():
+                await self._restart()
 
     async def open_context(self, **options: Any) -> BrowserContext:
         """A new context. Starts Chromium if it does not run. Call it on the loop."""
@@ -129,12 +143,7 @@ class BrowserProcess:
                 with suppress(driver_error()):  # the driver has died without a word
                     return await self._browser.new_context(**options)
 
-            await self._stop()
-            try:
-                return await (await self._launch()).new_context(**options)
-            except BaseException:
-                await self._stop()
-                raise
+            return await (await self._restart()).new_context(**options)
 
     async def end_context(self, context: BrowserContext) -> None:
         """Closes a context. If that takes too long, the whole Chromium is replaced."""
@@ -146,6 +155,17 @@ class BrowserProcess:
         except TimeoutError:
             self._kill()
 
+    async def _restart(self) -> Browser:
+        await self._stop()
+        try:
+            async with asyncio.timeout(LAUNCH_S):
+                return await self._launch()
+        except BaseException as error:
+            await self._stop()
+            if isinstance(error, TimeoutError):
+                raise EnvironmentFailure(f"Chromium did not start within {LAUNCH_S:g} s") from error
+            raise
+
     async def _launch(self) -> Browser:
         module = load_extra("playwright.async_api", "browser", "the environment `browser`")
         self._tag = f"--agentevo-browser={uuid.uuid4().hex}"
@@ -153,19 +173,18 @@ class BrowserProcess:
         if os.geteuid() == 0:
             flags.append("--no-sandbox")  # Chromium as root does not start without it
 
-        async with asyncio.timeout(LAUNCH_S):
-            self._playwright = await module.async_playwright().start()
-            self._browser = await self._playwright.chromium.launch(
-                executable_path=self._executable or None,
-                args=flags,
-                # At most one window for each action of the player, so that no loop floods us.
-                ignore_default_args=["--disable-popup-blocking"],
-                handle_sigint=False,
-                handle_sigterm=False,
-                handle_sighup=False,
-                timeout=LAUNCH_S * 1000,
-            )
-            return self._browser
+        self._playwright = await module.async_playwright().start()
+        self._browser = await self._playwright.chromium.launch(
+            executable_path=self._executable or None,
+            args=flags,
+            # At most one window for each action of the player, so that no loop floods us.
+            ignore_default_args=["--disable-popup-blocking"],
+            handle_sigint=False,
+            handle_sigterm=False,
+            handle_sighup=False,
+            timeout=LAUNCH_S * 1000,
+        )
+        return self._browser
 
     async def _stop(self) -> None:
         browser, playwright = self._browser, self._playwright

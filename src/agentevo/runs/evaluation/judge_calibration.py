@@ -169,7 +169,9 @@ class _CalibrationRun:
                 msgspec.structs.replace(attempt, status="completed", reward_parts={}, metrics={})
                 for attempt in attempts
             ]
-            judged = await self._scoring.score(clean, [True] * len(clean), {}, task=group.task)
+            judged = await self._scoring.score(
+                clean, [True] * len(clean), {}, task=group.task, images=group.images
+            )
 
         failures = self._calibration.failures
         for trajectory in judged:
@@ -248,6 +250,7 @@ class _CalibrationRun:
                         until=time.monotonic() + judge.config.timeout_s,
                         attempt=attempts[0].id,
                         seed=turned,
+                        images=group.images,
                     )
                     rotations.append([vote.scores[place].score for place in rotated])
             except (ValueError, AgentEvoError):

@@ -3,7 +3,8 @@
 A file of rows (JSON lines), one for each attempt:
 
     task_id     attempts at one task are a group (or `group`, if that differs)
-    messages    the conversation in OpenAI's form; or `query` and `reply`
+    messages    the conversation in OpenAI's form, also with images (data URLs, or paths relative
+                to the file); or `query` and `reply`
     truth       what it is worth, any number; or `label`, right or wrong
     answer      the task's own answer, for judges that are shown one; optional
     tools       schemas in OpenAI's form; optional
@@ -18,16 +19,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from agentevo.algorithms.equality import are_equal
+from agentevo.data.message_images import ImageCollector
 from agentevo.data.messages import messages_of
 from agentevo.data.rows import SourceRow, read_json_lines
 from agentevo.errors import AgentEvoError, BadRequestError, ConfigError
 from agentevo.store.store import Store
 from agentevo.types import REWARD_PARTS, Message, Task, Trajectory, Turn
+from agentevo.types.images import ImageFile, images_of_trajectory
 
 MAX_ROWS = 100_000
 
@@ -39,6 +42,8 @@ class KnownGroup:
     task: Task
     attempts: Sequence[Trajectory]
     truths: Sequence[float]
+    images: Mapping[str, ImageFile] = field(default_factory=dict)
+    """Maps a digest to the image, for those that the attempts name."""
 
     @property
     def differs(self) -> bool:
@@ -47,6 +52,7 @@ class KnownGroup:
 
 def read_rows(path: Path) -> list[KnownGroup]:
     """The groups of a file. Raises ConfigError with the line that can't be read."""
+    images = ImageCollector(folder=path.parent)
     rows_by_group: dict[str, list[tuple[Mapping[str, Any], Trajectory, float]]] = {}
     for number, line in enumerate(_lines(path), 1):
         if number > MAX_ROWS:
@@ -58,7 +64,7 @@ def read_rows(path: Path) -> list[KnownGroup]:
                 raise ValueError("no JSON object")
             name = str(row.get("group") or row.get("task_id") or "rows")
             group = rows_by_group.setdefault(name, [])
-            group.append((row, _attempt(row, name, f"row-{number}"), _truth(row)))
+            group.append((row, _attempt(row, name, f"row-{number}", images), _truth(row)))
         except (ValueError, BadRequestError) as error:
             raise ConfigError(
                 f"--rows {line.where}: {error}: a row has messages (or query and reply), "
@@ -73,7 +79,12 @@ def read_rows(path: Path) -> list[KnownGroup]:
         )
         task = Task(id=name, query=str(query), answer=first.get("answer"))
         groups.append(
-            KnownGroup(task, [trajectory for _, trajectory, _ in rows], [t for *_, t in rows])
+            KnownGroup(
+                task,
+                [trajectory for _, trajectory, _ in rows],
+                [t for *_, t in rows],
+                images.files,
+            )
         )
 
     return groups
@@ -95,7 +106,7 @@ def _truth(row: Mapping[str, Any]) -> float:
     return float(label)
 
 
-def _attempt(row: Mapping[str, Any], group: str, name: str) -> Trajectory:
+def _attempt(row: Mapping[str, Any], group: str, name: str, images: ImageCollector) -> Trajectory:
     messages = row.get("messages")
     if messages is None and isinstance(row.get("reply"), str):
         messages = [
@@ -111,7 +122,7 @@ def _attempt(row: Mapping[str, Any], group: str, name: str) -> Trajectory:
         for m in messages
     ]
     tools = json.dumps(row["tools"]) if row.get("tools") else ""
-    turn = _turn(messages_of(plain), tools)
+    turn = _turn(messages_of(plain, images), tools)
     return Trajectory(id=name, task_id=group, group_id=f"{group}/calibrate", turns=[turn])
 
 
@@ -128,10 +139,12 @@ def _turn(messages: list[Message], tools: str) -> Turn:
     )
 
 
-async def groups_of_store(store: Store, truth: str, limit: int) -> list[KnownGroup]:
+async def groups_of_store(
+    store: Store, truth: str, limit: int, *, with_images: bool = False
+) -> list[KnownGroup]:
     """The groups of a run's training attempts with different truths, the newest first, at most
-    `limit`. `truth`: `reward`, `success`, a metric, or a part of the reward by its name. Raises
-    ConfigError if no attempt has it."""
+    `limit`. `truth`: `reward`, `success`, a metric, or a part of the reward by its name.
+    `with_images`: reads their images too. Raises ConfigError if no attempt has the truth."""
     summaries = await store.summaries(split="train")
     by_group: dict[str, list[str]] = {}
     for summary in summaries:
@@ -145,7 +158,9 @@ async def groups_of_store(store: Store, truth: str, limit: int) -> list[KnownGro
         task = await _task_of(store, attempts[0].task_id)
         group = KnownGroup(task, attempts, truths)
         if group.differs:
-            groups.append(group)
+            named = dict.fromkeys(n for a in attempts for n in images_of_trajectory(a))
+            images = {name: await store.image(name) for name in named if with_images}
+            groups.append(replace(group, images=images))
         if len(groups) == limit:
             break
 
