@@ -74,6 +74,7 @@ def attempts() -> list[Trajectory]:
         "tools": [
             turn(0, None, [Message("user", "find"), asks]),
             turn(1, 0, [Message("tool", "found it", tool_call_id="c1", name="search"), image]),
+            turn(2, 1, [image, Message("assistant", "<answer>click 250 750</answer>")]),
         ],
         "long": [turn(0, None, [long, Message("assistant", "yes")])],
         "many": many,
@@ -278,6 +279,7 @@ def test_an_attempt_as_messages(pages: dict[str, httpx.Response]) -> None:
     assert "2.5 s" in tools
     assert "half of it is right" in tools
     assert f"/image/{SCREEN.part.sha256}" in tools
+    assert tools.count("<circle ") == 1 and '<circle cx="250.0" cy="750.0"' in tools
     picture = pages["image"]
     assert picture.content == SCREEN.data
     assert picture.headers["content-type"] == "image/png"

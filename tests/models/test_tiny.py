@@ -11,9 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from agentevo.config import TinyModel
+from agentevo.config import ModelSection, TinyModel
+from agentevo.environments.drawing import empty_cell, grid_png
+from agentevo.models.files.load import load_model
 from agentevo.models.tiny import make_tiny
 from agentevo.models.tiny_tokenizer import CHARACTERS, TAGS, byte_tokenizer, word_tokenizer
+from agentevo.models.token_rows import banned_tokens
+from agentevo.types import Message, TextPart
+from agentevo.types.images import image_file
 
 CORPUS = (
     "You stand at P on a frozen lake.\nWalk to G; avoid O.\n",
@@ -164,3 +169,42 @@ def test_model_fits_its_tokenizer(kind: str) -> None:
     logits = model(torch.tensor([encode(tokenizer, "Walk to G")])).logits
     assert logits.shape[-1] == len(tokenizer)
     assert torch.isfinite(logits).all()
+
+
+SEEING = TinyModel(hidden_size=32, num_layers=1, num_heads=2, context_length=64, vision=True)
+
+
+def test_a_policy_that_sees_reads_an_image_as_tokens() -> None:
+    section = ModelSection(name="tiny", device="cpu", tiny=SEEING)
+    loaded = load_model(section, corpus=lambda: CORPUS)
+    again = load_model(section, corpus=lambda: CORPUS)
+    weights = loaded.model.state_dict()
+    assert all(torch.equal(weights[key], value) for key, value in again.model.state_dict().items())
+
+    assert loaded.processor is not None and again.processor is not None
+    assert again.processor.fingerprint == loaded.processor.fingerprint
+    picture = image_file(grid_png([empty_cell(16, (9, 99, 200))] * 6, 3), "image/png")
+    files = {picture.part.sha256: picture}
+    message = Message("user", (TextPart("Walk to G"), picture.part))
+    prompt = loaded.processor.prompt([message], files)
+    assert [(span.grid, span.length) for span in prompt.spans] == [((1, 4, 6), 6)]
+    text = loaded.tokenizer.decode(prompt.ids)
+    features = "<|image_pad|>" * 6
+    assert text == f"<|user|>Walk to G<|vision_start|>{features}<|vision_end|><|end|><|assistant|>"
+    assert set(banned_tokens(loaded.model)) == loaded.processor.vision_ids
+
+
+def test_the_template_of_a_policy_that_sees_writes_texts_alike() -> None:
+    plain = byte_tokenizer(64)
+    seeing = byte_tokenizer(64, sees=True)
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]
+    options = {"tokenize": False, "tools": [{"name": "add"}]}
+    expected = plain.apply_chat_template(messages, **options)
+    assert seeing.apply_chat_template(messages, **options) == expected

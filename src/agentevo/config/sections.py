@@ -172,8 +172,8 @@ MAX_TINY_PARAMETERS = 1_000_000_000
 
 
 class TinyModel(Section):
-    """Shape of the tiny policy, a Llama with random weights that each run creates
-    (`model.name=tiny`)."""
+    """Shape of the tiny policy, a model with random weights that each run creates
+    (`model.name=tiny`): a Llama, or a Qwen2-VL with `vision`."""
 
     hidden_size: int = Field(default=192, ge=16)
     """Width of the residual stream, in units."""
@@ -186,6 +186,10 @@ class TinyModel(Section):
     tokenizer: Literal["word", "byte"] = "word"
     """`word`: one token per word and symbol of the environment's texts; `byte`: one token per byte,
     for any text."""
+
+    vision: bool = False
+    """Whether the policy sees. Each square of 16 x 16 pixels of an image is a token, and images of
+    more than 65,536 pixels are scaled down."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -275,10 +279,10 @@ class ModelSection(Section):
         if self.config_overrides and self.name == "tiny":
             raise ValueError("config_overrides works only with pretrained models: set tiny.* keys")
 
-        if self.vision.chosen and self.name == "tiny":
+        if self.vision.chosen and self.name == "tiny" and not self.tiny.vision:
             raise ValueError(
-                "vision is for models that see, and the tiny policy reads text only: remove it, or "
-                "set another name"
+                "vision is for models that see, and the tiny policy reads text only: set "
+                "tiny.vision=true, or another name"
             )
 
         if self.lora.enabled and self.name == "tiny":

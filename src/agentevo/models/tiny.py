@@ -1,5 +1,5 @@
-"""Creates a tiny policy: a Llama of a few million parameters, and a tokenizer for the run's texts
-(tiny_tokenizer.py)."""
+"""Creates a tiny policy: a Llama of a few million parameters, or a model that sees
+(tiny_vision.py), and a tokenizer for the run's texts (tiny_tokenizer.py)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import psutil
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from agentevo.errors import ModelError
 from agentevo.models.tiny_tokenizer import tiny_tokenizer
+from agentevo.models.tiny_vision import make_tiny_vision
 
 if TYPE_CHECKING:
     from agentevo.config import TinyModel
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 def make_tiny(
     tiny: TinyModel, corpus: Iterable[str], seed: int
-) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """A float32 Llama on the CPU with random weights, and its tokenizer.
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """A float32 model on the CPU with random weights, and its tokenizer.
 
     `corpus`: texts whose words become tokens (not used by the byte tokenizer). Equal shapes,
     words and seeds give equal weights. Other random generators do not change. Raises ModelError
@@ -28,6 +29,9 @@ def make_tiny(
     """
     tokenizer = tiny_tokenizer(tiny, corpus)
     _check_memory(tiny.num_parameters + 2 * len(tokenizer) * tiny.hidden_size)
+
+    if tiny.vision:
+        return make_tiny_vision(tiny, tokenizer, seed), tokenizer
 
     config = LlamaConfig(
         vocab_size=len(tokenizer),

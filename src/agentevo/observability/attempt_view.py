@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from agentevo.observability.clicks import find_clicks
 from agentevo.observability.pages.grid_worlds import (
     NO_LEGEND,
     Legend,
@@ -49,6 +50,8 @@ class ShownImage(NamedTuple):
     media_type: str
     data_url: str
     """The image itself, for a page that is a file; empty if the page does not have it."""
+    clicks: tuple[tuple[float, float], ...] = ()
+    """The points on it that the answer names (see clicks.py)."""
 
 
 class ShownMessage(NamedTuple):
@@ -180,6 +183,9 @@ def turn_view(
             place += 1
         messages.append(to_shown_message(message, number, tools, legend, images))
 
+    if turn.messages and turn.messages[-1].role == "assistant":
+        _draw_clicks(messages, find_clicks(turn.messages[-1].text))
+
     how = ["greedy" if turn.temperature == 0 else ""]
     how += (
         [f"with its own {', '.join(turn.overrides.given())}: never trained on"]
@@ -201,6 +207,14 @@ def turn_view(
         finish=turn.finish_reason,
         how=", ".join(filter(None, how)),
     )
+
+
+def _draw_clicks(messages: list[ShownMessage], clicks: list[tuple[float, float]]) -> None:
+    """Draws the points of a turn's answer on the newest image of its messages."""
+    seen = [message for message in messages if message.images]
+    if clicks and seen:
+        images = seen[-1].images
+        images[-1] = images[-1]._replace(clicks=tuple(clicks))
 
 
 def to_shown_message(

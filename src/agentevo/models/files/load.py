@@ -42,6 +42,7 @@ from agentevo.models.files.save import no_progress_bars
 from agentevo.models.files.unused_tensors import remember_unused
 from agentevo.models.files.weight_files import check_weight_files
 from agentevo.models.tiny import make_tiny
+from agentevo.models.tiny_vision import tiny_processor
 from agentevo.models.token_rows import ban_tokens, causal_model, limit_to_tokens
 from agentevo.models.vision.features import ARGUMENT
 from agentevo.models.vision.parts import (
@@ -151,6 +152,8 @@ def _with_processor(loaded: LoadedModel, section: ModelSection, folder: Path | N
             show_no_images(loaded.model)
             freeze_parts(loaded.model, section.vision.frozen)
         return loaded
+    if section.name == "tiny" and section.tiny.vision:
+        return _connect(loaded, tiny_processor(section.tiny, loaded.tokenizer), section)
 
     if folder is None or not has_tower(loaded.model) or not has_image_processor(folder):
         for key in section.vision.chosen:
@@ -175,6 +178,11 @@ def _with_processor(loaded: LoadedModel, section: ModelSection, folder: Path | N
         min_pixels=section.vision.min_pixels,
         max_pixels=section.vision.max_pixels,
     )
+    return _connect(loaded, processor, section)
+
+
+def _connect(loaded: LoadedModel, processor: VisionProcessor, section: ModelSection) -> LoadedModel:
+    """The model with this processor, and with the frozen parts of `model.vision`."""
     set_processor(loaded.model, processor)
     ban_tokens(loaded.model, processor.vision_ids)
     forget_positions(loaded.model)

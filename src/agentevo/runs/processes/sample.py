@@ -137,7 +137,12 @@ def chat_of_recipe(config: RunConfig) -> tuple[ChatFormat, int]:
         texts = corpus_of(config) if tiny.tokenizer == "word" else ()
         own_tokenizer = tiny_tokenizer(tiny, texts)
         set_template(own_tokenizer, config.model)
-        return ChatFormat(own_tokenizer), tiny.context_length
+        processor = None
+        if tiny.vision:  # images need torch
+            from agentevo.models.tiny_vision import tiny_processor
+
+            processor = tiny_processor(tiny, own_tokenizer)
+        return ChatFormat(own_tokenizer, processor=processor), tiny.context_length
 
     folder = fetch(config.model.name, None)
     try:
@@ -158,7 +163,7 @@ def chat_of_recipe(config: RunConfig) -> tuple[ChatFormat, int]:
 
     set_template(tokenizer, config.model)
     processor = None
-    if hasattr(shape, "vision_config"):  # images need torch
+    if hasattr(shape, "vision_config"):  # likewise
         from agentevo.models.files.model_class import saved_processor
 
         processor = saved_processor(folder, shape, tokenizer, config.model.vision)

@@ -1,0 +1,63 @@
+"""A whole run of a policy that sees: pictures of frozen lakes, from random weights. Slow."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentevo.api.run import train
+from agentevo.config import build_config
+from agentevo.models.files.load import load_model
+from agentevo.observability import read_metrics
+from agentevo.runs.audit.replay import replay
+from agentevo.runtime.event_loop import run_coroutine
+from agentevo.store import open_store
+
+pytestmark = pytest.mark.slow
+
+LAKE = {
+    "model": {
+        "name": "tiny",
+        "device": "cpu",
+        "tiny": {"vision": True, "hidden_size": 48, "num_layers": 2, "num_heads": 2},
+    },
+    "environment": {
+        "type": "frozen_lake",
+        "observation": "image",
+        "cell_pixels": 16,
+        "max_actions": 3,
+    },
+    "agent": {"format": "plain", "max_turns": 3},
+    # A fresh policy's answers are of all kinds, so attempts get different rewards.
+    "rewards": [{"name": "format", "pattern": r"(?s)[a-zA-Z ].*"}],
+    "sampling": {"max_new_tokens": 4},
+    "trainer": {"steps": 2, "groups_per_step": 2, "group_size": 4, "learning_rate": 3e-3},
+    "evaluation": {"tasks": 4, "samples": 0, "every": 0},
+    "checkpoint": {"every": 1},
+    "tracking": {"tensorboard": False, "report": False},
+    "run": {"seed": 5, "threads": 1},
+}
+
+
+def test_pictures_are_trained_on_audited_and_replayed(tmp_path, quiet_view):
+    config = build_config(LAKE, [f"run.dir={tmp_path / 'run'}"])
+    assert train(config, view=quiet_view()).audit().ok
+
+    more = build_config(LAKE, [f"run.dir={tmp_path / 'run'}", "trainer.steps=3"])
+    assert train(more, resume=True, view=quiet_view()).audit().ok
+    rows = read_metrics(more.run_dir / "metrics.jsonl")
+    gaps = [row["actor/logprob_diff_max"] for row in rows if "actor/logprob_diff_max" in row]
+    assert gaps and max(gaps) < 1e-4
+
+    async def images() -> list[str]:
+        async with await open_store(more.store_url, create=False) as store:
+            return await store.image_digests()
+
+    digests = run_coroutine(images())
+    assert len(digests) > 1
+    (replayed,) = run_coroutine(replay(more, sample=1))
+    assert replayed.difference is None and replayed.tokens > 0
+
+    folder = next(more.run_dir.rglob("preprocessor_config.json")).parent
+    loaded = load_model(more.model.model_copy(update={"name": str(folder)}))
+    assert type(loaded.model).__name__ == "Qwen2VLForConditionalGeneration"
+    assert loaded.processor is not None
