@@ -32,8 +32,8 @@ def tiny_vision_config(tiny: TinyModel, tokenizer: PreTrainedTokenizerBase) -> Q
     half_head = tiny.hidden_size // tiny.num_heads // 2
     side = half_head // 3
     sections = [half_head - 2 * side, side, side]
-    ids = tokenizer.convert_tokens_to_ids(list(IMAGE_TOKENS))
-    start, end, image, video = ids
+    vocabulary = tokenizer.get_vocab()
+    start, end, image, video = (vocabulary[token] for token in IMAGE_TOKENS)
     return Qwen2VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
