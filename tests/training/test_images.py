@@ -279,6 +279,14 @@ def test_attempts_whose_images_can_not_be_shown_again_are_left_out(read: Read) -
     _, _, (warning,) = provider.admit([attempt(seeing)])
     assert "has another SHA-256" in warning
 
+    provider = provider_of(seeing)
+    assert provider.admit([attempt(seeing)])[2] == []
+    provider.hold({})  # its pixels are kept
+    assert provider.admit([attempt(seeing)])[2] == []
+    provider._kept.clear()
+    _, dropped, (warning,) = provider.admit([attempt(seeing)])
+    assert dropped == {"a": LEFT_OUT} and "is missing" in warning
+
 
 def test_a_trainer_learns_from_images_and_counts_what_it_leaves_out(read: Read) -> None:
     seeing = read("qwen2_vl", "tree")

@@ -110,9 +110,8 @@ class ImageProvider:
             self._kept.move_to_end(digest)
             return self._kept[digest]
 
-        file = self._files.get(digest)
-        if file is None:
-            raise TrainingError(f"the image {digest[:12]}... is missing: restore the run's store")
+        self._check_present(digest)
+        file = self._files[digest]
         if file.part.sha256 != digest or not file.is_intact:
             raise TrainingError(
                 f"the file of the image {digest[:12]}... has another SHA-256: restore the run's "
@@ -219,7 +218,13 @@ class ImageProvider:
                 f"{num_places}"
             )
 
+    def _check_present(self, digest: str) -> None:
+        """Raises TrainingError if there is nothing to make the pixels of."""
+        if digest not in self._kept and digest not in self._files:
+            raise TrainingError(f"the image {digest[:12]}... is missing: restore the run's store")
+
     def _layout(self, digest: str) -> _Layout:
+        self._check_present(digest)
         if digest not in self._layouts:
             image = self[digest]
             num_patches = math.prod(image.grid)
