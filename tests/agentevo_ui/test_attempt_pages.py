@@ -273,7 +273,7 @@ def test_an_attempt_as_messages(pages: dict[str, httpx.Response]) -> None:
     assert tools.count('<i class="wall">') == 10
 
     diff = pages["diff"].text
-    assert "You fell." in diff and diff.count('class="turn-head"') == 3  # two turns, and the end
+    assert "You fell." in diff and diff.count('class="turn-head"') == 4  # three turns, and the end
     assert "&#34;q&#34;: &#34;unicorn&#34;" in tools
     assert "no net" in tools
     assert "2.5 s" in tools

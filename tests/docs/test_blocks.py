@@ -48,7 +48,7 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 SHELLS = ("bash", "sh", "text", "")
-NOT_RUN = {"python": 5}
+NOT_RUN = {"python": 5, "yaml": 2}
 """How many blocks of each language are not run."""
 
 NOT_PRINTED = {

@@ -206,7 +206,7 @@ def test_a_postgresql_store_of_version_2_gets_its_calls(
             await store.write_trajectories([make_trajectory("a")], split="train", step=1)
 
             async def older(rows: SQLRows) -> None:
-                await rows.connection.execute(text("DROP TABLE calls"))
+                await rows.connection.execute(text("DROP TABLE calls, images, image_uses"))
                 await rows.connection.execute(text("UPDATE agentevo_store SET version = 2"))
 
             await store._run("test", older, "alone")

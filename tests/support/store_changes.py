@@ -33,8 +33,11 @@ NO_PART = {
     "tokens": set(),
     "steps": {"committed_at"},
     "calls": {*metadata.tables["calls"].c.keys()},
+    "images": {*metadata.tables["images"].c.keys()},
+    "image_uses": {*metadata.tables["image_uses"].c.keys()},
 }
-"""Columns that say how and when something came to be, not what it was.
+"""Columns that say how and when something came to be, not what it was, and tables that a run without
+images leaves empty (tests/runs/audit/test_stored_images.py).
 tests/runs/orchestration/test_resume_checks.py changes all of them at once, and the run resumes to
 the same weights."""
 

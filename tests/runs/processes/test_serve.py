@@ -387,6 +387,8 @@ def test_an_engine_whose_steps_only_fail_ends_and_says_why(run, monkeypatch):
     real = TorchEngine._step
 
     def step(engine):
+        if not engine.scheduler.running and not engine.scheduler.waiting:
+            return real(engine)  # which has nothing to do
         steps.append(len(steps))
         if steps[-1] in (1, 2) or steps[-1] > 10:
             raise RuntimeError("device-side assert triggered")

@@ -241,7 +241,7 @@ class GatewaySession(AttemptSession):
         delivery.asker = set_asker(delivery.place)
         if (model := self.remote_name(request.model)) and self.remote is not None:
             agent = self._agent_of(request.model)
-            if self.remote.models[model].sees_images:
+            if self.remote.sees_images(model):
                 _keep_images(request, self.remote.images)
             with self._count_request():
                 return await completed_remotely(

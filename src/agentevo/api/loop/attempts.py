@@ -63,6 +63,10 @@ class _Elsewhere:
         """See RemoteConversations.within_s. 0: `complete` refuses at once."""
         return 0.0
 
+    def sees_images(self, model: str) -> bool:
+        """See RemoteConversations.sees_images."""
+        return False
+
     async def complete(self, model: str, *arguments: Any, **options: Any) -> NoReturn:
         raise BadRequestError(
             f"{model} is a remote model of the program, which alone has its key: call it there, "

@@ -91,7 +91,8 @@ _MODEL = _keys(
     name=_check_model_name,
     chat_template=_check_template,
     config_overrides=_keys(_SHAPES),
-    tiny=_keys("hidden_size num_layers num_heads context_length tokenizer"),
+    tiny=_keys("hidden_size num_layers num_heads context_length tokenizer vision"),
+    vision=_keys("images freeze min_pixels max_pixels"),
     lora=_keys(
         "rank alpha dropout layers rslora dora init bias quantize",
         targets=_check_layers,

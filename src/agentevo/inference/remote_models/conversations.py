@@ -163,6 +163,10 @@ class RemoteConversations:
         """The longest duration of a call of the model, in seconds."""
         return self.models[model].within_s
 
+    def sees_images(self, model: str) -> bool:
+        """Whether the model gets images."""
+        return self.models[model].sees_images
+
     def discard(self, turn: int) -> None:
         """Marks the answer of turn `turn` as not received by any client."""
         self._lost.add(turn)
