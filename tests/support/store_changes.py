@@ -36,8 +36,8 @@ NO_PART = {
     "images": {*metadata.tables["images"].c.keys()},
     "image_uses": {*metadata.tables["image_uses"].c.keys()},
 }
-"""Columns that say how and when something came to be, not what it was, and tables that a run without
-images leaves empty (tests/runs/audit/test_stored_images.py).
+"""Columns that say how and when something came to be, not what it was, and those of tables that a
+run without images leaves empty (tests/runs/audit/test_stored_images.py).
 tests/runs/orchestration/test_resume_checks.py changes all of them at once, and the run resumes to
 the same weights."""
 
