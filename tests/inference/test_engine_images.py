@@ -17,10 +17,10 @@ from tiny_vision import FAMILIES, VARIANTS, write_tiny_vision
 from agentevo.config import EngineSection, LoraSection
 from agentevo.errors import DeadlineExceededError, EngineError
 from agentevo.inference.embedded import images as module
-from agentevo.inference.embedded.images import ByteCache
 from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.models.compute.attention import prepare
 from agentevo.models.compute.rows import row_settings
+from agentevo.runtime.byte_cache import ByteCache
 from agentevo.training.batching.images import ImageProvider
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs

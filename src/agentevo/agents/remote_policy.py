@@ -169,7 +169,7 @@ class RemoteModelPolicy(Policy):
     def sees_images(self) -> bool:
         """See Policy: by the recipe's remote_models.NAME.sees_images."""
         assert self.remote is not None and self.remote_model is not None
-        return self.remote.models[self.remote_model].sees_images
+        return self.remote.sees_images(self.remote_model)
 
     def num_tokens(self, turn: int) -> tuple[int, int]:
         return self._conversation.num_tokens(turn)

@@ -27,7 +27,7 @@ from agentevo.environments.drawing import (
 )
 from agentevo.environments.environment import EnvironmentConfig, environments
 from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment, choose, stream
-from agentevo.environments.observation import Observation
+from agentevo.environments.observation import Observation, text_or_picture
 from agentevo.environments.planning import SuccessTables
 from agentevo.environments.words import offset
 from agentevo.types import Baselines
@@ -227,11 +227,7 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
         )
 
     def observe(self) -> str | Observation:
-        if self.config.observation == "text":
-            return self._text()
-        return Observation(
-            self._text() if self.config.observation == "both" else "", [self._draw()]
-        )
+        return text_or_picture(self.config.observation, self._text, self._draw)
 
     def _draw(self) -> bytes:
         """The map as a PNG."""

@@ -19,7 +19,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from agentevo.data.images import is_image_part
 from agentevo.data.message_images import MARK
@@ -103,6 +103,15 @@ def blocks_of(seen: Seen) -> list[Mapping[str, Any]]:
         else {"type": "image", "image": part.source}
         for part in parts
     ]
+
+
+def text_or_picture(
+    kind: Literal["text", "image", "both"], write: Callable[[], str], draw: Callable[[], bytes]
+) -> str | Observation:
+    """The state as a text, as a picture (the bytes of a file), or as a picture and a text."""
+    if kind == "text":
+        return write()
+    return Observation(write() if kind == "both" else "", [draw()])
 
 
 def text_of(seen: Seen) -> str:

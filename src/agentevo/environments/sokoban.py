@@ -19,7 +19,7 @@ import pydantic
 from agentevo.environments.drawing import Cell, disc, empty_cell, grid_png, ring, square, with_shape
 from agentevo.environments.environment import EnvironmentConfig, environments
 from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment, choose, stream
-from agentevo.environments.observation import Observation
+from agentevo.environments.observation import Observation, text_or_picture
 from agentevo.environments.planning import random_play_success
 from agentevo.environments.words import offset
 from agentevo.errors import EnvironmentFailure
@@ -382,11 +382,7 @@ class SokobanEnvironment(EpisodicEnvironment):
         return "\n".join(lines)
 
     def observe(self) -> str | Observation:
-        if self.config.observation == "text":
-            return self._text()
-        return Observation(
-            self._text() if self.config.observation == "both" else "", [self._draw()]
-        )
+        return text_or_picture(self.config.observation, self._text, self._draw)
 
     def _draw(self) -> bytes:
         """The room as a PNG."""

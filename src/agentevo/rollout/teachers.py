@@ -31,7 +31,7 @@ from agentevo.rollout.failures import TEACHER_PREFIX, ShowFailure
 from agentevo.runtime.event_loop import gather_all
 from agentevo.runtime.tracebacks import traceback_of
 from agentevo.store.call_log import AttemptCalls
-from agentevo.types import Task, Trajectory, Turn
+from agentevo.types import Task, Trajectory, path_of
 from agentevo.types.images import images_of_task
 
 ROLE = "teacher"
@@ -197,14 +197,6 @@ class Teachers:
         return replace(
             trajectory, status="failed", error=error, reward=0.0, reward_parts={}, success=False
         )
-
-
-def path_of(turns: Sequence[Turn], leaf: int) -> list[Turn]:
-    """The turns from the root to turn `leaf`."""
-    path = [turns[leaf]]
-    while path[-1].parent is not None:
-        path.append(turns[path[-1].parent])
-    return path[::-1]
 
 
 def _is_unanswered(answer: Trajectory | AgentEvoError) -> bool:

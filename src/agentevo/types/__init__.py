@@ -273,6 +273,14 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "teacher_logprobs", column)
 
 
+def path_of(turns: Sequence[Turn], leaf: int) -> list[Turn]:
+    """The turns from the root to turn `leaf`."""
+    path = [turns[leaf]]
+    while path[-1].parent is not None:
+        path.append(turns[path[-1].parent])
+    return path[::-1]
+
+
 def context_of(turns: Sequence[Turn], index: int) -> list[int]:
     """All ids before the completion of turn `index`, by the module's invariant."""
     turn = turns[index]
@@ -291,13 +299,14 @@ def context_of(turns: Sequence[Turn], index: int) -> list[int]:
 def images_of_context(turns: Sequence[Turn], index: int) -> list[ImageSpan]:
     """The images of `context_of`, in order; their offsets count from the first id of the
     conversation."""
-    path = [turns[index]]
-    while (parent := path[-1].parent) is not None:
-        path.append(turns[parent])
+    return images_of_path(path_of(turns, index))
 
+
+def images_of_path(path: Sequence[Turn]) -> list[ImageSpan]:
+    """The images on a path from its root, in order; their offsets count from its first id."""
     spans: list[ImageSpan] = []
     length = 0
-    for turn in reversed(path):
+    for turn in path:
         spans += [span.shifted(length) for span in turn.images]
         length += len(turn.prompt_ids) + len(turn.completion_ids)
     return spans

@@ -185,7 +185,7 @@ def test_100_mb_are_refused_before_they_are_sent(gateway_of, chunked):
     size = 100 * 2**20
 
     async def talk():
-        async with gateway_of([], max_body_mb=1, max_image_body_mb=1) as opened:
+        async with gateway_of([], max_body_mb=1) as opened:
             policy = opened.policy()
             async with connected(policy) as (reader, writer):
                 told = head(policy, size)
@@ -210,7 +210,7 @@ def test_100_mb_are_refused_before_they_are_sent(gateway_of, chunked):
                 return await answer, sent, policy.turns
 
     (status, body), sent, turns = run(talk())
-    assert status == 413 and "gateway.max_image_body_mb" in json.loads(body)["error"]["message"]
+    assert status == 413 and "gateway.max_body_mb" in json.loads(body)["error"]["message"]
     assert sent < size / 4 if chunked else sent == 0
     assert turns == []
 

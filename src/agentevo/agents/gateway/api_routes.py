@@ -152,9 +152,11 @@ class ApiRoutes(Routes):
         self, request: Request, read: Callable[[Mapping[str, Any], RequestImages], Q]
     ) -> Q:
         """The question in a body. Images are decoded on a thread. Raises Refusal for a body that is
-        too long, and the errors of `read`."""
-        max_bytes = self._max_image_body
-        body = await read_body(request, max_bytes, of="gateway.max_image_body_mb")
+        too long, and the errors of `read`. Where no model sees, no body may have images."""
+        if session_of(request).sees_images:
+            body = await read_body(request, self._max_image_body, of="gateway.max_image_body_mb")
+        else:
+            body = await read_body(request, self._max_body, of="gateway.max_body_mb")
         images = RequestImages(self._decoded_images)
 
         def read_it() -> Q:

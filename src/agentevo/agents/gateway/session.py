@@ -408,6 +408,14 @@ class GatewaySession(AttemptSession):
         for conversation in self.conversations.values():
             await conversation.close()
 
+    @property
+    def sees_images(self) -> bool:
+        """Whether any model of the session sees."""
+        remote = self.remote
+        return any(c.chat.processor is not None for c in self.conversations.values()) or (
+            remote is not None and any(map(remote.sees_images, remote.models))
+        )
+
     def conversation_of(self, agent: str | None) -> Conversation:
         """The conversation of a request: the only one, or that of the named agent. Raises
         Refusal."""

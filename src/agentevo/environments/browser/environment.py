@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -225,10 +226,10 @@ class PageEnvironment(TextEnvironment):
     async def before_action(self) -> None:
         """Runs before each action, on the browser's loop."""
 
+    @abstractmethod
     async def grade(self, is_done: bool) -> Grade:
         """The judgement after an action, on the browser's loop. `is_done`: the player said
         `done`."""
-        raise NotImplementedError
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

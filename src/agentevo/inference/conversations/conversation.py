@@ -52,7 +52,6 @@ from agentevo.inference.conversations.plain_prompts import (
 )
 from agentevo.inference.conversations.prompt_images import (
     check_no_images,
-    spans_of_context,
     with_files,
 )
 from agentevo.inference.engine import Engine, SleepingEngine, TokenListener
@@ -71,6 +70,7 @@ from agentevo.types import (
     SamplingParams,
     Turn,
     context_of,
+    images_of_context,
 )
 from agentevo.types.image_span import ImageSpan
 from agentevo.types.images import PromptImage, images_of_messages
@@ -384,7 +384,7 @@ class Conversation:
         self._check_length(len(before), num_characters(new) + len(tools.as_json), num_parts)
         added, spans = await self._encode_new(match, new)
         parent = None if match.answer is None else match.answer.turn
-        shown = [] if parent is None else spans_of_context(self._turns, parent)
+        shown = [] if parent is None else images_of_context(self._turns, parent)
         images = with_files(
             [*shown, *(span.shifted(len(before)) for span in spans)], self.images.files
         )

@@ -7,24 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from agentevo.errors import BadRequestError
 from agentevo.models.chat.chat_format import ChatFormat
-from agentevo.types import Turn
 from agentevo.types.image_span import ImageSpan
 from agentevo.types.images import ImageFile, PromptImage, file_of
-
-
-def spans_of_context(turns: Sequence[Turn], index: int) -> list[ImageSpan]:
-    """The images among the ids of a turn's prompt and of the turns before it, by their place in the
-    whole context (types.context_of)."""
-    path = [turns[index]]
-    while path[-1].parent is not None:
-        path.append(turns[path[-1].parent])
-
-    spans: list[ImageSpan] = []
-    start = 0
-    for turn in reversed(path):
-        spans += [span.shifted(start) for span in turn.images]
-        start += len(turn.prompt_ids) + len(turn.completion_ids)
-    return spans
 
 
 def with_files(

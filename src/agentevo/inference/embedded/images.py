@@ -15,9 +15,8 @@ image see each other compute an image in one pass (`fit_chunk`).
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -34,15 +33,13 @@ from agentevo.models.vision.features import (
 from agentevo.models.vision.keys import ImageKeys
 from agentevo.models.vision.parts import vision_may_change
 from agentevo.models.vision.processor import ProcessedImage, VisionProcessor
+from agentevo.runtime.byte_cache import ByteCache
 from agentevo.runtime.event_loop import in_thread
 from agentevo.types.image_span import ImageSpan, feature_places
 from agentevo.types.images import ImageFile, PromptImage
 
 if TYPE_CHECKING:
     from agentevo.inference.embedded.scheduler import Sequence as EngineSequence
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 PIXEL_BYTES = 2**30
 """The most CPU memory for the pixel tensors of images that no request has now."""
@@ -61,32 +58,6 @@ class Stretch(NamedTuple):
     @property
     def keys(self) -> list[int]:
         return self.sequence.ids[self.first : self.first + self.length]
-
-
-class ByteCache(Generic[K, V]):
-    """The values that were used last, up to `max_bytes`. The newest one always stays."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._values: OrderedDict[K, tuple[V, int]] = OrderedDict()
-        self.num_bytes = 0
-
-    def get(self, key: K) -> V | None:
-        if key not in self._values:
-            return None
-        self._values.move_to_end(key)
-        return self._values[key][0]
-
-    def put(self, key: K, value: V, num_bytes: int) -> None:
-        """Adds a value under a key that has none."""
-        self._values[key] = (value, num_bytes)
-        self.num_bytes += num_bytes
-        while self.num_bytes > self._max_bytes and len(self._values) > 1:
-            self.num_bytes -= self._values.popitem(last=False)[1][1]
-
-    def clear(self) -> None:
-        self._values.clear()
-        self.num_bytes = 0
 
 
 class EngineImages:

@@ -38,10 +38,10 @@ class ImageKeys:
         """`first`: the first key that is no id, such as the size of the vocabulary."""
         self._first = first
         self._next = first
-        self._starts: list[int] = []
+        self._starts = np.zeros(0, dtype=np.int64)
         """The first key of each image, in ascending order."""
         self._digests: list[str] = []
-        self._ids: list[int] = []
+        self._ids = np.zeros(0, dtype=np.int64)
         """The id of each image's feature tokens."""
         self._places: dict[str, tuple[int, int]] = {}
         """Digest -> the first key and the number of features."""
@@ -62,7 +62,7 @@ class ImageKeys:
         features = np.flatnonzero(ids >= self._first)
         if len(features):
             images = np.searchsorted(self._starts, ids[features], side="right") - 1
-            ids[features] = np.array(self._ids)[images]
+            ids[features] = self._ids[images]
         return ids
 
     def features(self, keys: Sequence[int] | np.ndarray) -> list[FeatureRows]:
@@ -73,7 +73,7 @@ class ImageKeys:
             return []
 
         images = np.searchsorted(self._starts, numbers, side="right") - 1
-        rows = numbers - np.array(self._starts)[images]
+        rows = numbers - self._starts[images]
         cuts = np.flatnonzero((np.diff(images) != 0) | (np.diff(rows) != 1)) + 1
         borders = [0, *cuts.tolist(), len(numbers)]
         return [
@@ -89,9 +89,9 @@ class ImageKeys:
                     "start the run again, it resumes"
                 )
             self._places[digest] = (self._next, count)
-            self._starts.append(self._next)
+            self._starts = np.append(self._starts, self._next)
             self._digests.append(digest)
-            self._ids.append(feature_id)
+            self._ids = np.append(self._ids, feature_id)
             self._next += count
 
         first, known = self._places[digest]

@@ -32,7 +32,7 @@ from agentevo.models.token_rows import token_logits
 from agentevo.training.batching.images import ImageProvider, path_images
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import all_logits
-from agentevo.types import Sample, SamplingParams, Trajectory, Turn
+from agentevo.types import Sample, SamplingParams, Trajectory, Turn, path_of
 from agentevo.types.images import ImageFile
 from agentevo.types.penalties import PenaltyChanges, TokenPenalties
 from agentevo.types.routed_experts import join_experts
@@ -214,7 +214,7 @@ def _logits(
     mask = np.zeros(len(ids), dtype=np.bool_)
     mask[[len(context) + position for position in piece.positions]] = True
     sample = Sample.given(trajectory.id, trajectory.group_id, ids, mask, piece.turn.temperature)
-    spans, processor = path_images(trajectory.id, _path_to(trajectory, piece.turn))
+    spans, processor = path_images(trajectory.id, path_of(trajectory.turns, piece.turn.index))
     sample = msgspec.structs.replace(sample, images=spans, processor=processor)
     batch = pack([sample], device, images=provider)
     version = piece.turn.versions[piece.positions[0]]
@@ -232,7 +232,7 @@ def version_rows(
     """[T, layers, top_k] int64 of context and completion. A token has its recorded experts if that
     version sampled the token after it. All other tokens have OWN, because that version computed
     their keys and values again. None if nothing was recorded, or if the model can't replay it."""
-    path = _path_to(trajectory, turn)
+    path = path_of(trajectory.turns, turn.index)
     if routers is None or any(path_turn.routed_experts is None for path_turn in path):
         return None
 
@@ -245,13 +245,6 @@ def version_rows(
     ][1:]
     rows[np.array(next_drawn_by) != version] = OWN
     return np.concatenate([rows, np.full((1, *rows.shape[1:]), OWN)])
-
-
-def _path_to(trajectory: Trajectory, turn: Turn) -> list[Turn]:
-    path = [turn]
-    while path[0].parent is not None:
-        path.insert(0, trajectory.turns[path[0].parent])
-    return path
 
 
 def _compare(

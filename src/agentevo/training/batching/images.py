@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +21,8 @@ from agentevo.errors import AgentEvoError, TrainingError
 from agentevo.models.token_rows import causal_model
 from agentevo.models.vision.keys import FeatureRows
 from agentevo.models.vision.parts import processor_of
-from agentevo.types import Sample, Trajectory, Turn
+from agentevo.runtime.byte_cache import ByteCache
+from agentevo.types import Sample, Trajectory, Turn, images_of_path
 from agentevo.types.image_span import ImageSpan, feature_places, why_misplaced
 
 if TYPE_CHECKING:
@@ -41,12 +41,6 @@ def path_images(name: str, path: Sequence[Turn]) -> tuple[tuple[ImageSpan, ...],
     """The images on a path of trajectory `name`, whose offsets count from the path's first token,
     and the fingerprint of the processor that made them. Raises TrainingError for several
     fingerprints."""
-    spans: list[ImageSpan] = []
-    length = 0
-    for turn in path:
-        spans += [span.shifted(length) for span in turn.images]
-        length += len(turn.prompt_ids) + len(turn.completion_ids)
-
     fingerprints = sorted({turn.processor for turn in path if turn.images})
     if len(fingerprints) > 1:
         raise TrainingError(
@@ -54,7 +48,7 @@ def path_images(name: str, path: Sequence[Turn]) -> tuple[tuple[ImageSpan, ...],
             f"{', '.join(f'{value[:12]}...' for value in fingerprints)}: all turns of an attempt "
             "must be made with one"
         )
-    return tuple(spans), "".join(fingerprints)
+    return tuple(images_of_path(path)), "".join(fingerprints)
 
 
 def spans_within(spans: Iterable[ImageSpan], start: int, stop: int) -> tuple[ImageSpan, ...]:
@@ -90,7 +84,7 @@ class ImageProvider:
         patch: Any = config.vision_config.patch_size
         self._patch_area = int(np.prod(patch)) if isinstance(patch, (list, tuple)) else patch**2
         self._files: Mapping[str, ImageFile] = {}
-        self._kept: OrderedDict[str, ProcessedImage] = OrderedDict()
+        self._kept: ByteCache[str, ProcessedImage] = ByteCache(PIXEL_BYTES)
         self._layouts: dict[str, _Layout] = {}
 
     @classmethod
@@ -106,9 +100,9 @@ class ImageProvider:
     def __getitem__(self, digest: str) -> ProcessedImage:
         """The pixels of an image. Raises TrainingError for an image without a file or whose file
         has another digest; ImageError for one that is damaged."""
-        if digest in self._kept:
-            self._kept.move_to_end(digest)
-            return self._kept[digest]
+        kept = self._kept.get(digest)
+        if kept is not None:
+            return kept
 
         self._check_present(digest)
         file = self._files[digest]
@@ -119,10 +113,7 @@ class ImageProvider:
             )
 
         image = self.processor.process(file)
-        self._kept[digest] = image
-        kept_bytes = sum(_num_bytes(kept) for kept in self._kept.values())
-        while kept_bytes > PIXEL_BYTES and len(self._kept) > 1:
-            kept_bytes -= _num_bytes(self._kept.popitem(last=False)[1])
+        self._kept.put(digest, image, _num_bytes(image))
         return image
 
     def patches(self, digest: str) -> int:

@@ -23,7 +23,7 @@ from agentevo.training.batching.constrained import TurnMasks, join_masks
 from agentevo.training.batching.credit import TurnCredits, credit_table
 from agentevo.training.batching.images import path_images
 from agentevo.training.batching.routing import path_rows
-from agentevo.types import Sample, Trajectory, Turn
+from agentevo.types import Sample, Trajectory, Turn, path_of
 from agentevo.types.penalties import TokenPenalties
 
 Tables: TypeAlias = Mapping[str, torch.Tensor]
@@ -224,10 +224,7 @@ def trajectory_rows(
         if leaf.index in parents:
             continue
 
-        path = [leaf]
-        while path[0].parent is not None:
-            path.insert(0, trajectory.turns[path[0].parent])
-
+        path = path_of(trajectory.turns, leaf.index)
         if any(turn.index not in context_turns for turn in path):
             observed = [
                 ~np.isin(np.asarray(turn.prompt_ids), list(never_sampled))
