@@ -389,7 +389,7 @@ class Policy:
     @property
     def sees_images(self) -> bool:
         """Whether the model reads images. If not, a message with an image is refused."""
-        return self.conversation.chat.processor is not None
+        return self.conversation.sees_images
 
     @property
     def images(self) -> Mapping[str, ImageFile]:

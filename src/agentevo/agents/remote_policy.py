@@ -51,6 +51,8 @@ class RemotePolicyConversation:
         self.calls = calls
         self.images = remote.images
         """See Conversation."""
+        self.sees_images = remote.sees_images(model)
+        """See Conversation: by the recipe's remote_models.NAME.sees_images."""
         self._remote = remote
         self._model = model
         self._sampling = sampling
@@ -164,12 +166,6 @@ class RemoteModelPolicy(Policy):
         self.remote_model = model
         self._conversation = conversation
         self._remote_agents = {"": model}
-
-    @property
-    def sees_images(self) -> bool:
-        """See Policy: by the recipe's remote_models.NAME.sees_images."""
-        assert self.remote is not None and self.remote_model is not None
-        return self.remote.sees_images(self.remote_model)
 
     def num_tokens(self, turn: int) -> tuple[int, int]:
         return self._conversation.num_tokens(turn)

@@ -251,7 +251,7 @@ class GatewaySession(AttemptSession):
         conversation = delivery.conversation = self.conversation_of(request.model)
         prompts = (request.prompt, *request.more_prompts)
         check_count(request.n * len(prompts))
-        if conversation.chat.processor is not None:
+        if conversation.sees_images:
             _keep_images(request, conversation.images)
 
         with self._count_request():
@@ -395,7 +395,7 @@ class GatewaySession(AttemptSession):
         with self._count_request():
             messages = with_names(cast("list[Message]", request.prompt))
             conversation = self.conversation_of(request.model)
-            if conversation.chat.processor is not None:
+            if conversation.sees_images:
                 _keep_images(request, conversation.images)
             return await conversation.count_tokens(
                 messages,
@@ -412,7 +412,7 @@ class GatewaySession(AttemptSession):
     def sees_images(self) -> bool:
         """Whether any model of the session sees."""
         remote = self.remote
-        return any(c.chat.processor is not None for c in self.conversations.values()) or (
+        return any(c.sees_images for c in self.conversations.values()) or (
             remote is not None and any(map(remote.sees_images, remote.models))
         )
 

@@ -132,6 +132,8 @@ class Conversation:
     ) -> None:
         self.images = ImageCollector() if images is None else images
         """The images that messages may name."""
+        self.sees_images = chat.processor is not None
+        """Whether the model reads images."""
         self._engine = engine
         self._chat = chat
         self._sampling = sampling
