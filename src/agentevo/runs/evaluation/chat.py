@@ -194,14 +194,18 @@ class ChatModel:
 
         work: Future[Message] | None = None
 
+        loop = self._loop.result()
+
         def stop(number: int) -> None:
+            # In the loop's thread: `work.result()` misses a cancellation by its own thread that
+            # comes just before it waits.
             if work is not None:
-                work.cancel()
+                loop.call_soon_threadsafe(work.cancel)
 
         # Signals are collected before the work starts, so that an early Ctrl-C is not lost.
         with collect_signals(signal.SIGINT, on_first=stop) as received:
             coroutine = self._answer(history, show)
-            work = asyncio.run_coroutine_threadsafe(coroutine, self._loop.result())
+            work = asyncio.run_coroutine_threadsafe(coroutine, loop)
             if received:
                 work.cancel()
             try:
