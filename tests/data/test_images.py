@@ -12,12 +12,14 @@ from hashlib import sha256
 import msgspec
 import numpy as np
 import pytest
+from pictures import huge_png
 from PIL import Image, ImageCms
 
 from agentevo.data.image_headers import read_header
 from agentevo.data.images import (
     LIMITS,
     ImageLimits,
+    data_url,
     decode_image,
     image_size,
     is_image_part,
@@ -318,6 +320,18 @@ def test_limits_are_exact():
     for limits in (ImageLimits(max_pixels=99), ImageLimits(max_bytes=len(wide) - 1)):
         with pytest.raises(ImageError, match="are the most"):
             read_image(wide, "x", limits=limits)
+
+
+def test_an_image_of_a_store_is_not_believed():
+    """Its bytes may be a bomb, and its type any other one."""
+    bomb = image_file(huge_png(), "image/png")
+    with pytest.raises(ImageError, match="the screen has 40,000 x 40,000 pixels"):
+        decode_image(bomb, "the screen")
+
+    url = data_url(image_file(JPEG, "text/html"), "x")
+    assert url.startswith("data:image/jpeg;base64,") and read_image(url, "x").data == JPEG
+    with pytest.raises(ImageError, match="which no image has"):
+        data_url(image_file(b"<script>", "image/png"), "the screen")
 
 
 def test_other_bytes_under_a_digest_are_refused():

@@ -19,6 +19,7 @@ from agentevo.models.files.save import save_model
 from agentevo.models.token_rows import ban_tokens, num_token_rows, token_logits
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import allowed_logits, token_logprobs
+from agentevo.training.supervised import held_out_metrics
 from agentevo.types import Sample
 
 UNUSED = 75
@@ -105,7 +106,8 @@ def test_banned_tokens_are_never_drawn_and_the_trainer_computes_the_same_distrib
         assert not set(answer.ids) & set(favourites)
 
     mask = [False] * len(PROMPT) + [True] * len(answer.ids)
-    batch = pack([Sample.given("t", "g", [*PROMPT, *answer.ids], mask, 2.0)], torch.device("cpu"))
+    sample = Sample.given("t", "g", [*PROMPT, *answer.ids], mask, 2.0)
+    batch = pack([sample], torch.device("cpu"))
     trained, entropy = token_logprobs(model, batch)
     torch.testing.assert_close(trained, torch.tensor(answer.logprobs), rtol=1e-5, atol=1e-5)
     whole = torch.log_softmax(allowed_logits(model, batch) / 2.0, -1)
@@ -113,6 +115,12 @@ def test_banned_tokens_are_never_drawn_and_the_trainer_computes_the_same_distrib
     torch.testing.assert_close(trained, expected, rtol=1e-5, atol=1e-5)
     entropies = -(whole.exp() * whole).sum(-1)
     torch.testing.assert_close(entropy, entropies, rtol=1e-4, atol=1e-4)
+
+    held_out = held_out_metrics(model, [sample], 4096)
+    assert held_out is not None
+    assert held_out["sft/eval/loss"] == pytest.approx(-float(trained.detach().mean()), rel=1e-5)
+    first_choices = (whole.argmax(-1)[batch.rows] == batch.targets).float().mean()
+    assert held_out["sft/eval/token_accuracy"] == pytest.approx(float(first_choices))
 
     weight = model.get_output_embeddings().weight
     of_layer = torch.autograd.grad(trained.sum() + entropy.sum(), weight)[0]

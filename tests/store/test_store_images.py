@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from pictures import base64_of, file_of, huge_png, picture
 
 from agentevo.errors import StoreError, UnusableStoreError
 from agentevo.store import export_store, import_store, open_store
@@ -26,8 +27,8 @@ from agentevo.types.image_span import ImageSpan
 from agentevo.types.images import ImageFile, image_file
 
 Make = Callable[..., Trajectory]
-A, B, C = (image_file(bytes([n]) * 1000, "image/png") for n in range(3))
-JPEG = image_file(b"d", "image/jpeg")
+A, B, C = (image_file(file_of(picture(colour=(n, 0, 0))), "image/png") for n in range(3))
+JPEG = image_file(file_of(picture(), "JPEG"), "image/jpeg")
 
 
 def naming(make: Make, name: str, *images: ImageFile, **changes: Any) -> Trajectory:
@@ -68,6 +69,9 @@ def test_an_image_is_stored_once_and_read_back(url: str, make_trajectory: Make) 
 
             with pytest.raises(UnusableStoreError, match="no image 'beef'"):
                 await store.image("beef")
+            named = [*digests(A, C, JPEG), "beef", A.part.sha256]
+            assert await store.images(named) == {i.part.sha256: i for i in (A, C, JPEG)}
+            assert await store.images([]) == {}
 
     asyncio.run(scenario())
 
@@ -293,7 +297,7 @@ def test_export_and_import(url: str, make_trajectory: Make, tmp_path: Path) -> N
 
         lines = gzip.decompress(first.read_bytes()).splitlines()
         damaged = tmp_path / "damaged.jsonl"
-        damaged.write_text(json.dumps(json.loads(lines[0]) | {"data": "AAAA"}))
+        damaged.write_text(json.dumps(json.loads(lines[0]) | {"data": base64_of(C.data)}))
         without = tmp_path / "without.jsonl"
         without.write_bytes(b"\n".join(lines[3:]))
         async with await open_store(f"sqlite:///{tmp_path / 'other.sqlite'}") as other:
@@ -301,5 +305,49 @@ def test_export_and_import(url: str, make_trajectory: Make, tmp_path: Path) -> N
                 await import_store(other, damaged)
             with pytest.raises(StoreError, match="which is not in this store"):
                 await import_store(other, without)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("image", "why"),
+    [
+        (image_file(huge_png(), "image/png"), "40,000 x 40,000 pixels"),
+        (image_file(b"<script>alert(1)</script>", "image/png"), "which no image has"),
+    ],
+)
+def test_an_import_refuses_bombs_and_what_is_no_image(
+    image: ImageFile, why: str, sqlite_url: str, tmp_path: Path
+) -> None:
+    line = {
+        "kind": "image",
+        "sha256": image.part.sha256,
+        "media_type": "image/png",
+        "data": base64_of(image.data),
+    }
+    (tmp_path / "all.jsonl").write_text(json.dumps(line))
+
+    async def scenario() -> None:
+        async with await open_store(sqlite_url) as store:
+            with pytest.raises(StoreError, match=f"image {image.part.sha256}.*{why}"):
+                await import_store(store, tmp_path / "all.jsonl")
+            assert await store.image_digests() == []
+
+    asyncio.run(scenario())
+
+
+def test_an_imported_image_has_the_type_of_its_content(sqlite_url: str, tmp_path: Path) -> None:
+    line = {
+        "kind": "image",
+        "sha256": JPEG.part.sha256,
+        "media_type": "text/html",
+        "data": base64_of(JPEG.data),
+    }
+    (tmp_path / "all.jsonl").write_text(json.dumps(line))
+
+    async def scenario() -> None:
+        async with await open_store(sqlite_url) as store:
+            assert await import_store(store, tmp_path / "all.jsonl") == 1
+            assert await store.image(JPEG.part.sha256) == JPEG
 
     asyncio.run(scenario())

@@ -461,5 +461,7 @@ def _reader_of(tokenizer: Any | None) -> ReadAnswer:
     if tokenizer is None:
         return answer_reader(None)
     from agentevo.models.chat.chat_format import ChatFormat
+    from agentevo.models.vision.image_template import ImageChatTemplate
 
-    return answer_reader(ChatFormat(tokenizer))
+    # The templates of some models that see leave out a content that is not a list of parts.
+    return answer_reader(ChatFormat(tokenizer, template=ImageChatTemplate(tokenizer, frozenset())))

@@ -29,6 +29,9 @@ class GatewaySection(Section):
     """Largest body of a request, without its images, in MiB."""
     max_image_body_mb: float = Field(default=64.0, gt=0, le=1024)
     """Largest body of a request with images, in MiB. Never less than max_body_mb."""
+    max_attempt_images_mb: float = Field(default=512.0, gt=0, le=65536)
+    """Largest sum of the different images that an attempt's client sends, in MiB. They stay in
+    memory until the attempt ends."""
     requests_per_s: float = Field(default=0.0, ge=0, le=1e6)
     """Maximum number of requests per second for each session's key, and for each address that sends
     wrong keys. Further requests get 429 and `Retry-After`. A burst of one second's requests is

@@ -116,7 +116,8 @@ def decode_image(image: ImageFile | bytes, where: str) -> np.ndarray:
 
     Transparency is over white. 16 bits a channel are rounded to 8. Colour profiles are ignored, as
     in the image processors of transformers. Raises ImageError for bytes that differ from the
-    image's digest, and for those that no longer decode.
+    image's digest, for those that no longer decode, and for more pixels than LIMITS allow: an image
+    of a store may come from elsewhere.
     """
     if isinstance(image, ImageFile) and not image.is_intact:
         raise ImageError(
@@ -124,13 +125,33 @@ def decode_image(image: ImageFile | bytes, where: str) -> np.ndarray:
             "a copy"
         )
 
-    return _decode(image.data if isinstance(image, ImageFile) else image, where)
+    data = image.data if isinstance(image, ImageFile) else image
+    checked_header(data, where)
+    return _decode(data, where, LIMITS)
 
 
 def image_size(image: ImageFile, where: str) -> tuple[int, int]:
     """The (width, height) that the file declares, before EXIF's rotation, without decoding it."""
     header = _header(image.data, where)
     return header.width, header.height
+
+
+def checked_header(data: bytes, where: str, limits: ImageLimits = LIMITS) -> ImageHeader:
+    """What an image's file says of itself, for a file within the limits. Nothing is decoded. Raises
+    ImageError."""
+    if len(data) > limits.max_bytes:
+        raise _too_many_bytes(where, len(data), limits)
+
+    header = _header(data, where)
+    _check_pixels(header.width, header.height, where, limits)
+    return header
+
+
+def data_url(image: ImageFile, where: str) -> str:
+    """The image as a data URL. Its type is that of its content, because an image of a store may
+    name any other one. Raises ImageError for content that is no image."""
+    content = base64.b64encode(image.data).decode()
+    return f"data:{_header(image.data, where).media_type};base64,{content}"
 
 
 def image_source(part: Mapping[Any, Any], where: str) -> Any:
@@ -225,11 +246,7 @@ def _read_file(path: Path, where: str, limits: ImageLimits) -> bytes:
 
 def _checked(data: bytes, where: str, limits: ImageLimits) -> ImageFile:
     """The image, after it was decoded once."""
-    if len(data) > limits.max_bytes:
-        raise _too_many_bytes(where, len(data), limits)
-
-    header = _header(data, where)
-    _check_pixels(header.width, header.height, where, limits)
+    header = checked_header(data, where, limits)
     _decode(data, where, limits)
     return image_file(data, header.media_type)
 
@@ -258,14 +275,12 @@ def _too_many_bytes(where: str, size: int, limits: ImageLimits) -> ImageError:
     )
 
 
-def _decode(data: bytes, where: str, limits: ImageLimits | None = None) -> np.ndarray:
+def _decode(data: bytes, where: str, limits: ImageLimits) -> np.ndarray:
     import PIL.Image
 
     try:
         with PIL.Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            if limits is not None:
-                width, height = image.size
-                _check_pixels(width, height, where, limits)
+            _check_pixels(*image.size, where, limits)
             image.verify()  # the checksums of a PNG
 
         with PIL.Image.open(io.BytesIO(data), formats=FORMATS) as image:

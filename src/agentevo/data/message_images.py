@@ -11,15 +11,14 @@ row without such a column is text, like any other word.
 
 from __future__ import annotations
 
-import base64
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from agentevo.data.images import LIMITS, ImageLimits, is_image_part, read_image
+from agentevo.data.images import LIMITS, ImageLimits, data_url, is_image_part, read_image
 from agentevo.data.row_report import RowError
 from agentevo.errors import ImageError
 from agentevo.types import ImagePart, Message
@@ -68,18 +67,26 @@ def folder_of(source: str) -> Path | None:
 
 
 class ImageCollector:
-    """Reads images and keeps each once, for the store. Nothing is written."""
+    """Reads images and keeps each once, for the store."""
 
-    def __init__(self, *, folder: Path | None = None, limits: ImageLimits = LIMITS) -> None:
-        """`folder`: allows texts that are paths, relative to it."""
+    def __init__(
+        self,
+        *,
+        folder: Path | None = None,
+        limits: ImageLimits = LIMITS,
+        files: MutableMapping[str, ImageFile] | None = None,
+    ) -> None:
+        """`folder`: allows texts that are paths, relative to it. `files`: keeps the images, by
+        default in memory."""
         self.folder = folder
-        self.files: dict[str, ImageFile] = {}
+        self.files: MutableMapping[str, ImageFile] = {} if files is None else files
         """Maps a digest to the image."""
         self._limits = limits
 
     def add(self, image: ImageFile) -> None:
         """Keeps an image that was read before."""
-        self.files.setdefault(image.part.sha256, image)
+        if image.part.sha256 not in self.files:
+            self.files[image.part.sha256] = image
 
     def read(self, source: Any, where: str) -> ImagePart:
         """The image in any form of data/images.py, as a part by digest. Raises ImageError."""
@@ -103,12 +110,10 @@ def inline_images(message: Message, files: Mapping[str, ImageFile]) -> dict[str,
 
 
 def part_with_data(image: ImageFile) -> dict[str, Any]:
-    """The image as a part in OpenAI's form, with a data URL."""
-    data = base64.b64encode(image.data).decode()
-    return {
-        "type": "image_url",
-        "image_url": {"url": f"data:{image.part.media_type};base64,{data}"},
-    }
+    """The image as a part in OpenAI's form, with a data URL. Raises ImageError for content that is
+    no image."""
+    url = data_url(image, f"the image {image.part.sha256[:12]}...")
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def place_images(query: Any, columns: dict[str, Any], images: ImageCollector) -> Any:

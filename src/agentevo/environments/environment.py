@@ -12,7 +12,7 @@ import inspect
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import gymnasium
 import pydantic
@@ -40,6 +40,20 @@ class EnvironmentConfig(pydantic.BaseModel):
         """Whether the player is shown images with these options. If so, a run whose model reads
         text only is refused before it begins. False where only an episode tells."""
         return False
+
+
+class PicturedConfig(EnvironmentConfig):
+    """The options of a grid world that can be drawn."""
+
+    observation: Literal["text", "image", "both"] = "text"
+    """What the player sees: the `text` that `view` chooses, a picture of the map (`image`), or the
+    picture and the text (`both`)."""
+    cell_pixels: int = pydantic.Field(default=32, ge=8, le=128)
+    """The width and height of a cell in the picture."""
+
+    @property
+    def shows_images(self) -> bool:
+        return self.observation in ("image", "both")
 
 
 class TextEnvironment(gymnasium.Env[Shown, str], ABC):

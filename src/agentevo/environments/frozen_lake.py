@@ -25,7 +25,7 @@ from agentevo.environments.drawing import (
     square,
     with_shape,
 )
-from agentevo.environments.environment import EnvironmentConfig, environments
+from agentevo.environments.environment import EnvironmentConfig, PicturedConfig, environments
 from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment, choose, stream
 from agentevo.environments.observation import Observation, text_or_picture
 from agentevo.environments.planning import SuccessTables
@@ -45,7 +45,7 @@ LEGEND = (
 )
 
 
-class FrozenLakeConfig(EnvironmentConfig):
+class FrozenLakeConfig(PicturedConfig):
     """A square lake, with RAGEN's settings by default."""
 
     type: Literal["frozen_lake"] = "frozen_lake"
@@ -61,15 +61,6 @@ class FrozenLakeConfig(EnvironmentConfig):
     four neighbours, relative to the player."""
     alphabet: Literal["ragen", "ascii"] = "ragen"
     """The symbols of the map: RAGEN's `P_OGX√`, or `P_OGXV` for tokenizers that split `√`."""
-    observation: Literal["text", "image", "both"] = "text"
-    """What the player sees: the `text` that `view` chooses, a picture of the map (`image`), or the
-    picture and the text (`both`)."""
-    cell_pixels: int = pydantic.Field(default=32, ge=8, le=128)
-    """The width and height of a tile in the picture."""
-
-    @property
-    def shows_images(self) -> bool:
-        return self.observation in ("image", "both")
 
 
 RED = (214, 40, 40)

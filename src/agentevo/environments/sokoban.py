@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, NamedTuple
 import pydantic
 
 from agentevo.environments.drawing import Cell, disc, empty_cell, grid_png, ring, square, with_shape
-from agentevo.environments.environment import EnvironmentConfig, environments
+from agentevo.environments.environment import EnvironmentConfig, PicturedConfig, environments
 from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment, choose, stream
 from agentevo.environments.observation import Observation, text_or_picture
 from agentevo.environments.planning import random_play_success
@@ -245,7 +245,7 @@ def room_cells(pixels: int) -> dict[str, Cell]:
     }
 
 
-class SokobanConfig(EnvironmentConfig):
+class SokobanConfig(PicturedConfig):
     """Rooms of one size. The length of the shortest solution sets the difficulty."""
 
     type: Literal["sokoban"] = "sokoban"
@@ -264,15 +264,6 @@ class SokobanConfig(EnvironmentConfig):
     alphabet: Literal["ragen", "ascii", "letters"] = "ragen"
     """The symbols of the room: RAGEN's `#_O√XPS`, `#_OVXPS` for tokenizers that split `√`, or the
     symbols of RAGEN's generalization test, `W.GCBA@`."""
-    observation: Literal["text", "image", "both"] = "text"
-    """What the player sees: the `text` that `view` chooses, a picture of the room (`image`), or the
-    picture and the text (`both`)."""
-    cell_pixels: int = pydantic.Field(default=32, ge=8, le=128)
-    """The width and height of a cell in the picture."""
-
-    @property
-    def shows_images(self) -> bool:
-        return self.observation in ("image", "both")
 
     @pydantic.model_validator(mode="after")
     def _check_room(self) -> SokobanConfig:

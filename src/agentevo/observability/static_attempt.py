@@ -3,11 +3,11 @@ browser's speed."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from agentevo.errors import UnusableStoreError
+from agentevo.data.images import data_url
+from agentevo.errors import ImageError, UnusableStoreError
 from agentevo.observability.attempt_tokens import Training, TurnTokens, tokens_part
 from agentevo.observability.attempt_view import (
     NO_IMAGES,
@@ -65,20 +65,21 @@ class StillAttempt(NamedTuple):
 
 async def read_images(store: Store, trajectory: Trajectory) -> dict[str, str]:
     """Maps the digest of an image of the attempt to the image as a data URL, for at most
-    IMAGE_BYTES in the order of the messages. An image that the store does not have is left out."""
+    IMAGE_BYTES in the order of the messages. What the store does not have, or is no image, is left
+    out."""
     images: dict[str, str] = {}
     rest = IMAGE_BYTES
     for digest in images_of_trajectory(trajectory):
         try:
             image = await store.image(digest)
-        except UnusableStoreError:
+            url = data_url(image, digest)
+        except (UnusableStoreError, ImageError):
             continue
 
         rest -= len(image.data)
         if rest < 0:
             break
-        content = base64.b64encode(image.data).decode()
-        images[digest] = f"data:{image.part.media_type};base64,{content}"
+        images[digest] = url
 
     return images
 

@@ -29,6 +29,7 @@ from agentevo.data.conversation import check_no_media, check_text
 from agentevo.data.message_images import ImageCollector, folder_of, place_images
 from agentevo.data.messages import messages_of
 from agentevo.data.rows import read_rows
+from agentevo.data.spooled_images import SpooledImages
 from agentevo.data.task_forms import AGENT_NAME, PlainRow, plain_row
 from agentevo.errors import BadRequestError, ConfigError, describe_error, shown
 from agentevo.rewards.answer_texts import ANSWER_SCHEMA, check_place
@@ -54,11 +55,11 @@ class TaskList(list[Task]):
 
     def __init__(self, tasks: Iterable[Task] = (), images: Mapping[str, ImageFile] | None = None):
         super().__init__(tasks)
-        self.images = dict(images or {})
+        self.images: Mapping[str, ImageFile] = {} if images is None else images
         """Maps a digest to the image."""
 
 
-def images_of_list(tasks: Sequence[Task] | None) -> dict[str, ImageFile]:
+def images_of_list(tasks: Sequence[Task] | None) -> Mapping[str, ImageFile]:
     """The images of a TaskList. Empty for other lists."""
     return tasks.images if isinstance(tasks, TaskList) else {}
 
@@ -75,7 +76,7 @@ class GivenTasks:
     """The number of tasks to train on from each source, in the order of the sources."""
     held_out_sizes: tuple[int, ...] = ()
     """The number of held-out tasks from each source, in the order of the sources."""
-    images: dict[str, ImageFile] = field(default_factory=dict)
+    images: Mapping[str, ImageFile] = field(default_factory=dict)
     """Maps a digest to an image that tasks name, for `Store.put_images` before the tasks are
     added."""
 
@@ -100,7 +101,7 @@ def read_tasks(
             check_source(source, key)
 
     reports = [RowReport(train_key), RowReport("tasks.eval")]
-    images = ImageCollector()
+    images = ImageCollector(files=SpooledImages())
     read = partial(_read_source, section.fields, {}, isinstance(agent, CodeAgentSection), images)
     by_source = [read(reports[0], source) for source in section.train]
     train = [task for tasks in by_source for task in tasks]
@@ -374,7 +375,9 @@ def tasks_of_agent(section: AgentSection) -> GivenTasks:
     train_tasks = checked_tasks(train, where)
     held_out_tasks = checked_tasks(held_out, where)
     check_unique([*train_tasks, *held_out_tasks], where)
-    images = train_tasks.images | held_out_tasks.images
+    images = SpooledImages()
+    images.update(train_tasks.images)
+    images.update(held_out_tasks.images)
     return GivenTasks(train_tasks, held_out_tasks, [], images=images)
 
 
@@ -386,7 +389,7 @@ def checked_tasks(rows: Any, where: str) -> TaskList:
     if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)):
         raise ConfigError(f"{where}: {shown(rows)}: give a list of tasks")
 
-    images = ImageCollector()
+    images = ImageCollector(files=SpooledImages())
     tasks = TaskList()
     for index, row in enumerate(rows):
         try:

@@ -134,9 +134,18 @@ class NamedReward:
     @property
     def asks_models(self) -> bool:
         """Whether the scores depend on replies of remote models."""
+        return self._has_parameter("models")
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether the scores depend on the images of the attempts."""
+        return self._has_parameter("images") and getattr(self.config, "images", True) != 0
+
+    def _has_parameter(self, name: str) -> bool:
+        """Whether the reward's function or method has this parameter."""
         method = "score_group" if self.judges_groups else "score"
         function = getattr(self._item, method, self._item)
-        return "models" in inspect.signature(function).parameters
+        return name in inspect.signature(function).parameters
 
     @property
     def asks_policy(self) -> bool:
@@ -404,6 +413,10 @@ class Scoring:
     def asks_models(self, task: Task) -> bool:
         """Whether the task's rewards depend on replies of remote models."""
         return any(reward.asks_models for reward in self._rewards_of(task))
+
+    def sees_images(self, task: Task) -> bool:
+        """Whether the task's rewards depend on the images of the attempts."""
+        return any(reward.sees_images for reward in self._rewards_of(task))
 
     def asks_policy(self, task: Task) -> bool:
         """Whether the task's rewards depend on the policy's weights."""

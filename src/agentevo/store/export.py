@@ -10,7 +10,8 @@ written content: an import refuses a line with other content.
 digest and with their bytes in base64, then tasks, then trajectories in the order of writing, then
 steps, then calls. So an interrupted import can be repeated. A store
 that is exported, imported into any backend and exported again gives the same bytes, except for
-leases, which are not exported.
+leases, which are not exported. An import refuses a line of an image whose content is none, or has
+too many pixels, and gives each image the type of its content.
 
 The file appears whole or not at all, and the same store gives the same bytes.
 """
@@ -26,7 +27,8 @@ from typing import IO, Any, Unpack, cast
 
 import msgspec
 
-from agentevo.errors import StoreError, UnusableStoreError
+from agentevo.data.images import checked_header
+from agentevo.errors import ImageError, StoreError, UnusableStoreError
 from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.parsing import check_file
 from agentevo.runtime.progress import bar
@@ -158,10 +160,19 @@ async def _put(store: Store, page: list[Any]) -> int:
         case StepRecord():
             return await store.put(steps=page)
         case _ImageLine():
-            parts = [(ImagePart(line.sha256, line.media_type), line.data) for line in page]
-            return await store.put_images(ImageFile(part, data) for part, data in parts)
+            return await store.put_images(map(_image_of, page))
         case _:
             return await store.put(calls=[line.call for line in page])
+
+
+def _image_of(line: _ImageLine) -> ImageFile:
+    """The image, with the type that its content has. Raises StoreError for other content than an
+    image, and for too many pixels or bytes."""
+    try:
+        header = checked_header(line.data, f"image {line.sha256}")
+    except ImageError as error:
+        raise StoreError(str(error)) from error
+    return ImageFile(ImagePart(line.sha256, header.media_type), line.data)
 
 
 def _flatten(stored: StoredTrajectory) -> dict[str, Any]:

@@ -14,9 +14,11 @@ naming of an image is refused or repeated, and no row names an image that is del
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
-from agentevo.errors import StoreError
+from agentevo.data.images import LIMITS
+from agentevo.errors import StoreError, UnusableStoreError
 from agentevo.store.clock import CLOCK_TOLERANCE_S
 from agentevo.store.damage_errors import readable
 from agentevo.store.database_rows import CHUNK, Condition, DatabaseRows, Row, chunks
@@ -25,8 +27,10 @@ from agentevo.types.images import ImageFile
 
 Owner = Literal["task", "trajectory"]
 
-MAX_IMAGE_BYTES = 15 * 2**20
-"""A document of MongoDB has at most 16 MB."""
+MAX_IMAGE_BYTES = LIMITS.max_bytes
+"""A document of MongoDB, which has at most 16 MB, holds it."""
+IMAGE_PAGE = 32
+"""The most images that one query reads."""
 IMAGE_GRACE_S = 3600.0
 TOUCH_S = 600.0
 
@@ -52,6 +56,15 @@ def decode_image_row(row: Mapping[Any, Any]) -> ImageFile:
     if not image.is_intact:
         raise StoreError("its bytes have another SHA-256: restore the store from a copy")
     return image
+
+
+def decode_intact_images(rows: Iterable[Mapping[Any, Any]]) -> dict[str, ImageFile]:
+    """Maps a digest to its image, without those whose bytes are not those of the digest."""
+    images = {}
+    for row in rows:
+        with suppress(UnusableStoreError):
+            images[row["id"]] = decode_image_row(row)
+    return images
 
 
 async def put_image(rows: DatabaseRows, row: Row) -> int:
@@ -96,6 +109,11 @@ async def forget_uses(rows: DatabaseRows, kind: Owner, owners: Iterable[str]) ->
     """For rows that no longer name images, because they or their turns are deleted."""
     for chunk in chunks(owners):
         await rows.delete("image_uses", [("kind", "=", kind), ("owner", "in", chunk)])
+
+
+async def find_images(rows: DatabaseRows, digests: Sequence[str]) -> list[Row]:
+    """The rows of those of the images that the store has."""
+    return await rows.find("images", where=[("id", "in", list(digests))])
 
 
 async def find_digests(rows: DatabaseRows, trajectory_id: str | None) -> list[str]:

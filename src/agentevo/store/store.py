@@ -64,12 +64,15 @@ from agentevo.store.codec import (
     encode_task,
     encode_trajectories,
 )
-from agentevo.store.database_rows import Condition, within
+from agentevo.store.database_rows import Condition, chunks, within
 from agentevo.store.image_rows import (
+    IMAGE_PAGE,
     decode_image_row,
+    decode_intact_images,
     delete_unused_images,
     encode_image,
     find_digests,
+    find_images,
     put_image,
 )
 from agentevo.store.records import (
@@ -414,12 +417,20 @@ class Store(Transactions):
 
     async def image(self, sha256: str) -> ImageFile:
         """Raises UnusableStoreError for an image that is missing, or whose bytes were changed."""
-        where: list[Condition] = [("id", "=", sha256)]
-        page = await self._run("image", lambda rows: rows.find("images", where=where))
+        page = await self._run("image", partial(find_images, digests=[sha256]))
         if not page:
             raise UnusableStoreError(f"no image {sha256!r} in {self.where}")
         image: ImageFile = await in_thread(decode_image_row, page[0])
         return image
+
+    async def images(self, digests: Iterable[str]) -> dict[str, ImageFile]:
+        """Maps a digest to its image, for those of these images that the store has. An image that
+        is missing, or whose bytes were changed, is absent."""
+        images: dict[str, ImageFile] = {}
+        for page in chunks(dict.fromkeys(digests), IMAGE_PAGE):
+            page_rows = await self._run("images", partial(find_images, digests=page))
+            images |= await in_thread(decode_intact_images, page_rows)
+        return images
 
     async def image_digests(self, *, trajectory_id: str | None = None) -> list[str]:
         """The digests of all images, or of those that a trajectory names, in order."""

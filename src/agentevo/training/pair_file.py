@@ -24,6 +24,7 @@ from agentevo.data.message_images import ImageCollector, place_images
 from agentevo.data.messages import MESSAGE_KEYS, is_trained, messages_of
 from agentevo.data.row_report import RowError
 from agentevo.data.rows import read_json_lines
+from agentevo.data.spooled_images import SpooledImages
 from agentevo.errors import BadRequestError, ConfigError, ImageError, ModelError, shown
 from agentevo.models.chat.chat_format import LONG_TEXT, NO_IMAGES, ChatFormat, num_characters
 from agentevo.runtime.parsing import check_file
@@ -60,7 +61,7 @@ def read_pair_file(path: Path, loss: str, key: str = "data.pairs") -> list[PairL
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}: give a JSONL file") from error
 
-    images = ImageCollector(folder=path.parent)
+    images = ImageCollector(folder=path.parent, files=SpooledImages())
     pair_lines = [_line(row.value, row.where, loss, images) for row in read_json_lines(path)]
     if not pair_lines:
         raise ConfigError(

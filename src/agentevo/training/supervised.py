@@ -29,7 +29,7 @@ from agentevo.training.batching.passes import (
     run_null_batches,
 )
 from agentevo.training.kernels.logprobs import selected_logprobs
-from agentevo.training.kernels.output_layer import all_logits, token_logprobs
+from agentevo.training.kernels.output_layer import allowed_logits, token_logprobs
 from agentevo.training.learner import Learner
 from agentevo.training.optimization import Optimization, decay
 from agentevo.training.parallel import anywhere, gather, rank, sum_over_ranks
@@ -248,7 +248,7 @@ def held_out_metrics(
             continue
 
         batch = batches[place][1] if counts else nulls[0]
-        logits = all_logits(model, batch)
+        logits = allowed_logits(model, batch)
         if not counts:
             continue
 

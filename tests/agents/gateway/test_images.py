@@ -344,6 +344,29 @@ def test_a_body_with_images_may_be_longer_than_one_of_text(gateway_of, monkeypat
     assert answer.status_code == 400 and "send fewer" in answer.json()["error"]["message"]
 
 
+def test_the_images_of_an_attempt_have_a_bounded_number_of_bytes(gateway_of):
+    noise = np.random.default_rng(1).integers(0, 255, (3, 64, 64, 3), np.uint8)
+    files = [file_of(Image.fromarray(pixels)) for pixels in noise]
+    limit = len(files[0]) + len(files[1])
+
+    async def talk(opened, policy):
+        shown_so_far = [[part(file) for file in files[:count]] for count in (1, 2, 2, 3, 2)]
+        bodies = [
+            {"model": "teacher", "messages": [{"role": "user", "content": [*parts, *parts]}]}
+            for parts in shown_so_far
+        ]
+        return [
+            *[await opened.post(policy, body) for body in bodies],
+            await opened.post(policy, in_form("/messages", files[2]), "/messages"),
+        ]
+
+    answers, _, policy = talked(gateway_of, talk, max_attempt_images_mb=limit / 2**20)
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 413, 200, 413]
+    assert "max_attempt_images_mb" in answers[3].json()["error"]["message"]
+    assert answers[5].json()["type"] == "error"
+    assert [image.data for image in policy.remote.images.files.values()] == files[:2]
+
+
 def test_a_request_has_a_bounded_number_of_images_and_few_are_decoded_at_once(monkeypatch):
     monkeypatch.setattr(gateway_images, "MAX_IMAGES", 3)
     request = RequestImages(DecodedImages())

@@ -20,12 +20,14 @@ from agentevo.api.loop.contents import Sealer
 from agentevo.api.loop.conversation import RemoteAttempt, RemotePolicy
 from agentevo.api.loop.encoding import decode, encode
 from agentevo.api.loop.rollout import _MadeAttempt, _task_of, rollout
+from agentevo.api.loop.routes import MAX_BODY
+from agentevo.data.images import LIMITS
 from agentevo.data.message_images import ImageCollector
 from agentevo.errors import BadRequestError, ImageError
 from agentevo.rewards.reward import reward, reward_config, rewards
 from agentevo.runtime.event_loop import run_coroutine
 from agentevo.types import ImagePart, Message, TextPart
-from agentevo.types.images import ImageFile, images_of_task
+from agentevo.types.images import ImageFile, image_file, images_of_task
 
 
 class Wire:
@@ -98,6 +100,13 @@ def test_each_image_is_sent_once() -> None:
     }  # fmt: skip
     assert [len(turn.images) for turn in policy.conversation.turns] == [1, 2]
     assert isinstance(wire.engine, SeeingEngine)
+
+
+def test_the_largest_images_fit_into_a_request() -> None:
+    largest = image_file(bytes(LIMITS.max_bytes), "image/bmp")
+    words = [Message("user", "x" * 2**20)]
+    ask = records.ServiceRequest(id="1", messages=words, images=[largest] * 3)
+    assert len(encode(ask)) <= MAX_BODY
 
 
 def test_a_missing_image_is_not_sent() -> None:

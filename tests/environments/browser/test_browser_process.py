@@ -17,7 +17,7 @@ pytest.importorskip("playwright.async_api", reason="pip install 'agentevo[browse
 
 @pytest.fixture
 def process() -> Iterator[BrowserProcess]:
-    browser = BrowserProcess("", "")
+    browser = BrowserProcess("")
     yield browser
     browser.close()
 

@@ -6,15 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from browser_site import browser_processes, wait_for_no_process
+from browser_site import Site, browser_processes, wait_for_no_process
 
 from agentevo.environments.browser import BrowserConfig, BrowserEnvironment, close_browsers
 from agentevo.errors import EnvironmentFailure
@@ -125,6 +126,51 @@ def test_other_hosts_and_files_are_closed(open_page: Open, site: Any) -> None:
     assert "Secret" in str(allowed.step("click #hop")[0])
 
 
+@pytest.fixture
+def neighbour() -> Iterator[Site]:
+    """Another service on the host of the pages."""
+    server = Site()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_other_ports_of_the_host_are_closed(open_page: Open, site: Site, neighbour: Site) -> None:
+    other, port = neighbour.url, neighbour.server_address[1]
+    neighbour.pages["/secret"] = "<h1>Secret</h1>"
+    html = f"""<h1>Home</h1><img src="/redirect?{other}/image"><img src="{other}/image">
+    <iframe src="/redirect?{other}/frame"></iframe><link rel="preconnect" href="{other}">
+    <link rel="stylesheet" href="/redirect?{other}/style">
+    <a id="go" href="{other}/secret">go</a> <a id="hop" href="/redirect?{other}/secret">hop</a>
+    <a id="pop" target="_blank" href="/redirect?{other}/window">pop</a>
+    <script>
+      fetch("/redirect?{other}/fetch", {{mode: "no-cors"}}).catch(() => 0);
+      fetch("/redirect?/redirect?{other}/fetch", {{mode: "no-cors"}}).catch(() => 0);
+      new WebSocket("ws://127.0.0.1:{port}/socket");
+      const hop = location.origin + "/redirect?{other}/worker";
+      const work = new Blob([`fetch("${{hop}}", {{mode: "no-cors"}}).catch(() => 0)`]);
+      new Worker(URL.createObjectURL(work)); new SharedWorker(URL.createObjectURL(work));
+      new EventSource("/redirect?{other}/events");
+      navigator.sendBeacon("/redirect?{other}/beacon", "x");
+    </script>"""
+    environment = open_page(html, max_actions=20)
+    for action in ("click #go", "click #hop", "click #pop", "wait 500"):
+        observation, _, _, _, info = environment.step(action)
+        assert 'heading "Home"' in str(observation), action
+        assert info["url"].startswith(site.url)
+    assert f"127.0.0.1:{port}" in info["blocked"]
+    assert neighbour.asked == []
+
+    follows = open_page(html, popups="follow")
+    assert "Secret" not in str(follows.step("click #pop")[0])
+    assert neighbour.asked == []
+
+    allowed = open_page(html, allowed_hosts=(f"127.0.0.1:{port}",))
+    assert "Secret" in str(allowed.step("click #hop")[0])
+    assert {"/image", "/frame", "/style", "/fetch", "/worker", "/socket"} <= set(neighbour.asked)
+
+
 def test_a_page_may_read_its_own_folder(chromium: str, tmp_path: Path) -> None:
     folder = tmp_path / "site"
     folder.mkdir()
@@ -173,7 +219,6 @@ def kill_first(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["chrom", "node"])
 def test_a_killed_browser_fails_its_episodes_and_starts_again(open_page: Open, name: str) -> None:
-    close_browsers()  # those of other tests, which allow other hosts
     first, second = open_page(GOOD), open_page(GOOD)
 
     kill_first(name)

@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import openai
 import pytest
 from remote_server import RemoteServer, chat, fails, gives
@@ -16,7 +17,9 @@ from agentevo.cli.main import main
 from agentevo.config import tools as tool_config
 from agentevo.config.agents import agents
 from agentevo.errors import ConfigError
+from agentevo.rewards.reward import reward, rewards
 from agentevo.runs.evaluation.results import ResultsFolder
+from agentevo.types import ImagePart, TextPart
 
 TASKS = [
     {"id": "one", "query": "1 + 1", "answer": "2"},
@@ -234,6 +237,28 @@ def test_kept_attempts_are_scored_again_without_playing(folder, capsys):
     ):
         assert main(["eval", "out", "--rescore", *wrong]) == 2
         assert why in capsys.readouterr().err
+
+
+def test_rewards_that_see_images_do_not_score_kept_attempts_without_them(folder, capsys):
+    with RemoteServer(adds) as server:
+        evaluated(server.base_url, "--tasks", "tasks.jsonl", "--out", "out", "rewards=[numeric]")
+
+    log = folder / "out/trajectories.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    shown = msgspec.to_builtins([ImagePart("0" * 64), TextPart("1 + 2 = ?")])
+    lines[0]["trajectory"]["remote_turns"][0]["messages"][0]["content"] = shown
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    @reward("looks_at_images")
+    def looks_at_images(completion, images):
+        return float(len(images))
+
+    try:
+        assert main(["eval", "out", "--rescore", "rewards=[looks_at_images]"]) == 2
+        assert "which the folder of an evaluation does not keep" in capsys.readouterr().err
+    finally:
+        rewards._items.pop("looks_at_images")
+    assert main(["eval", "out", "--rescore", "rewards=[exact_match]"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -72,16 +72,16 @@ def test_a_held_out_loss_stops_between_its_batches(
     )
     view = Phases()
     passes = []
-    compute = supervised.all_logits
+    compute = supervised.allowed_logits
 
-    def all_logits(*words: Any, **more: Any) -> Any:
+    def allowed_logits(*words: Any, **more: Any) -> Any:
         if view.seen[-1] == f"evaluating {which}":
             passes.append(view.seen[-1])
             if len(passes) == 1:
                 os.kill(os.getpid(), signal.SIGINT)
         return compute(*words, **more)
 
-    monkeypatch.setattr(supervised, "all_logits", all_logits)
+    monkeypatch.setattr(supervised, "allowed_logits", allowed_logits)
     with pytest.raises(KeyboardInterrupt):
         sft(config, view=view)
 

@@ -92,6 +92,7 @@ class Gateway:
                 self.base,
                 follows_client=follows_client,
                 whole_calls=self._section.whole_calls,
+                max_image_bytes=int(self._section.max_attempt_images_mb * 2**20),
                 remote=remote,
                 remote_agents=remote_agents,
             )

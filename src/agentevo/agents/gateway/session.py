@@ -180,15 +180,17 @@ class GatewaySession(AttemptSession):
         *,
         follows_client: bool,
         whole_calls: bool = False,
+        max_image_bytes: int | None = None,
         key: str | None = None,
         remote: RemoteConversations | None = None,
         remote_agents: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`conversations`: of each agent by its name; the name of a single one does not matter.
         `follows_client`: the client, not the recipe, decides the sampling distribution of its
-        completions. `whole_calls`: streams send a call only when it is complete. `key` is random by
-        default. `remote`: the models that a client may name instead of the policy; `remote_agents`:
-        the agents that such a model plays, with its name; the empty name is the policy."""
+        completions. `whole_calls`: streams send a call only when it is complete. `max_image_bytes`:
+        the most bytes of the client's images; None: any number. `key` is random by default.
+        `remote`: the models that a client may name instead of the policy; `remote_agents`: the
+        agents that such a model plays, with its name; the empty name is the policy."""
         super().__init__(base, secrets.token_urlsafe(32) if key is None else key)
         self.remote = remote
         self.remote_agents = remote_agents
@@ -202,6 +204,9 @@ class GatewaySession(AttemptSession):
         """The session's allowance of requests."""
         self._follows_client = follows_client
         self._whole_calls = whole_calls
+        self._max_image_bytes = max_image_bytes
+        self._client_image_bytes = 0
+        """Of the client's images, each once."""
         self._under_way = 0
         self.bridge: Bridge | None = None
         """Between the gateway's loop and the attempt's, once the gateway has the session."""
@@ -242,7 +247,7 @@ class GatewaySession(AttemptSession):
         if (model := self.remote_name(request.model)) and self.remote is not None:
             agent = self._agent_of(request.model)
             if self.remote.sees_images(model):
-                _keep_images(request, self.remote.images)
+                self._keep_images(request, self.remote.images)
             with self._count_request():
                 return await completed_remotely(
                     self.remote, request, delivery, on_pieces, model=model, agent=agent
@@ -252,7 +257,7 @@ class GatewaySession(AttemptSession):
         prompts = (request.prompt, *request.more_prompts)
         check_count(request.n * len(prompts))
         if conversation.sees_images:
-            _keep_images(request, conversation.images)
+            self._keep_images(request, conversation.images)
 
         with self._count_request():
             try:
@@ -396,7 +401,7 @@ class GatewaySession(AttemptSession):
             messages = with_names(cast("list[Message]", request.prompt))
             conversation = self.conversation_of(request.model)
             if conversation.sees_images:
-                _keep_images(request, conversation.images)
+                self._keep_images(request, conversation.images)
             return await conversation.count_tokens(
                 messages,
                 tools=request.tools,
@@ -497,6 +502,23 @@ class GatewaySession(AttemptSession):
             if not 0 <= reward.turn < turns:
                 raise BadRequestError(f"there is no turn {reward.turn}: the session has {turns}")
 
+    def _keep_images(self, request: ModelRequest, images: ImageCollector) -> None:
+        """Keeps the request's images for the attempt, each once. Raises Refusal, and keeps none, if
+        the attempt's images are too many bytes."""
+        new = [image for image in request.images if image.part.sha256 not in images.files]
+        num_bytes = self._client_image_bytes + sum(len(image.data) for image in new)
+        if self._max_image_bytes is not None and num_bytes > self._max_image_bytes:
+            raise Refusal(
+                f"the different images of this attempt have {num_bytes:,} bytes, and "
+                f"{self._max_image_bytes:,} are the most (gateway.max_attempt_images_mb): send "
+                "fewer, or smaller ones",
+                status=413,
+            )
+
+        self._client_image_bytes = num_bytes
+        for image in new:
+            images.add(image)
+
     def _admitted_overrides(self, overrides: SamplingOverrides | None) -> SamplingOverrides | None:
         """The settings that a request may change: the distribution only if the client decides
         it."""
@@ -507,12 +529,6 @@ class GatewaySession(AttemptSession):
         return (
             msgspec.structs.replace(overrides, **dict.fromkeys(ignored)) if ignored else overrides
         )
-
-
-def _keep_images(request: ModelRequest, images: ImageCollector) -> None:
-    """Keeps the request's images for the attempt, each once."""
-    for image in request.images:
-        images.add(image)
 
 
 def _renumber(on_pieces: OnPieces | None, first: int) -> OnPieces | None:

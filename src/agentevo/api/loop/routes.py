@@ -33,6 +33,7 @@ from agentevo.api.loop import wire
 from agentevo.api.loop.encoding import decode, encode
 from agentevo.api.loop.records import NewAttempt, ServiceRequest, Submitted
 from agentevo.api.loop.service import CLOSE_S, LoopService
+from agentevo.data.images import LIMITS
 from agentevo.errors import EngineUnavailableError
 from agentevo.inference.serving.secret import RunSecret
 from agentevo.runtime.event_loop import in_thread
@@ -42,8 +43,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MAX_BODY = 16 * 2**20
-"""Longest body, in bytes."""
+MAX_BODY = 16 * 2**20 + 4 * LIMITS.max_bytes
+"""Longest body, in bytes: three of the largest images in base64, which makes them a third longer,
+and 16 MiB of messages. A client sends each image of an attempt once."""
 MAX_GROUPS = 1024 * 2**20
 """Longest body of groups to train on, in bytes."""
 GROUPS_S = 600.0

@@ -99,7 +99,8 @@ class BrowserConfig(PageConfig):
     only once the player says `done`."""
     allowed_hosts: tuple[str, ...] = ()
     """Further hosts that the page may ask for: `cdn.example.com`, `example.com:8080`,
-    `*.example.com`. The host of `url` is always allowed."""
+    `*.example.com`. Without a port, all ports of the host are allowed. The host of `url` is allowed
+    with its port."""
     viewport: tuple[int, int] = (800, 600)
     """The width and the height of the page's visible part, in pixels."""
 
@@ -168,7 +169,7 @@ class PageEnvironment(TextEnvironment):
             downloads=config.downloads,
             max_text=config.max_text,
         )
-        self._browser = shared_browser(self._executable, self._permissions.resolver_rules)
+        self._browser = shared_browser(self._executable)
         self._session: PageSession | None = None
         self._running = False
         self._num_actions = 0

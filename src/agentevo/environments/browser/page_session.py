@@ -19,6 +19,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from agentevo.environments.browser.actions import SCALE, BrowserAction, Place
+from agentevo.environments.browser.gate import HostGate
 from agentevo.environments.browser.page_events import PageEvents
 from agentevo.environments.browser.permissions import Permissions, absolute_url
 from agentevo.environments.browser.process import BrowserProcess, driver_error, first_line
@@ -108,6 +109,7 @@ class PageSession:
         self._context: BrowserContext | None = None
         self._page: Page | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._gate = HostGate(permissions, self.events.record_blocked)
 
     @property
     def page(self) -> Page:
@@ -119,7 +121,10 @@ class PageSession:
     async def open(self, seed: int) -> None:
         """Opens the start URL in a new context. Raises EnvironmentFailure if it does not load."""
         settings = self._settings
+        port = await self._gate.open()
         context = await self._browser.open_context(
+            # Addresses of this machine, too, are reached through the gate.
+            proxy={"server": f"socks5://127.0.0.1:{port}", "bypass": "<-loopback>"},
             viewport={"width": settings.width, "height": settings.height},
             device_scale_factor=1,
             locale="en-US",
@@ -154,14 +159,17 @@ class PageSession:
         await self._unless_broken(self.settle())
 
     async def close(self) -> None:
-        """Closes the context."""
+        """Closes the context and its gate."""
         context = self._context
         self._context = None
         self._page = None
         for task in self._tasks:
             task.cancel()
-        if context is not None:
-            await self._browser.end_context(context)
+        try:
+            if context is not None:
+                await self._browser.end_context(context)
+        finally:
+            await self._gate.close()
 
     # What the page does on its own
 

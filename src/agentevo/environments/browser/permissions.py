@@ -37,9 +37,11 @@ class Permissions:
             return self._allow_file(parts.netloc, parts.path)
         if parts.scheme not in PORTS or not parts.hostname:
             return False
-        return any(
-            _matches(pattern, parts.hostname, port or PORTS[parts.scheme]) for pattern in self.hosts
-        )
+        return self.allow_connection(parts.hostname, port or PORTS[parts.scheme])
+
+    def allow_connection(self, host: str, port: int) -> bool:
+        """Whether a page may connect to the port of `host`, a name or an IP address."""
+        return any(_matches(pattern, host, port) for pattern in self.hosts)
 
     def allow_navigation(self, url: str) -> bool:
         """Whether a player may open `url`. An address that holds the document itself is not open: a
@@ -53,13 +55,6 @@ class Permissions:
             return Path(unquote(path)).resolve().is_relative_to(self.folder)
         except (OSError, RuntimeError, ValueError):  # no path, or links in a circle
             return False
-
-    @property
-    def resolver_rules(self) -> str:
-        """The value of Chromium's `--host-resolver-rules` that makes all other hosts unknown. It
-        also holds for redirects, which the interception of requests does not see."""
-        names = sorted({_split_port(pattern)[0] for pattern in self.hosts})
-        return ", ".join(["MAP * ~NOTFOUND", *(f"EXCLUDE {name}" for name in names)])
 
 
 def absolute_url(url: str, page_url: str) -> str:

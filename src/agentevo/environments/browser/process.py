@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 FLAGS = (
     "--disable-quic",
+    # Names are resolved by the gate of each context (gate.py), which is on this machine.
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
     "--no-first-run",
     "--disable-background-networking",
     "--disable-component-update",
@@ -88,9 +90,8 @@ class BrowserProcess:
     """Chromium, which starts at the first page and starts again after a crash. Use
     `shared_browser`."""
 
-    def __init__(self, executable: str, resolver_rules: str) -> None:
+    def __init__(self, executable: str) -> None:
         self._executable = executable
-        self._resolver_rules = resolver_rules
         self._tag = ""
         self._playwright: Playwright | None = None
         self._browser: Browser | None = None
@@ -169,7 +170,7 @@ class BrowserProcess:
     async def _launch(self) -> Browser:
         module = load_extra("playwright.async_api", "browser", "the environment `browser`")
         self._tag = f"--agentevo-browser={uuid.uuid4().hex}"
-        flags = [*FLAGS, self._tag, f"--host-resolver-rules={self._resolver_rules}"]
+        flags = [*FLAGS, self._tag]
         if os.geteuid() == 0:
             flags.append("--no-sandbox")  # Chromium as root does not start without it
 
@@ -241,16 +242,16 @@ def _kill_all(processes: list[psutil.Process]) -> None:
     psutil.wait_procs(processes, timeout=CLOSE_S)
 
 
-_shared: dict[tuple[int, str, str], BrowserProcess] = {}
+_shared: dict[tuple[int, str], BrowserProcess] = {}
 _lock = threading.Lock()
 
 
-def shared_browser(executable: str, resolver_rules: str) -> BrowserProcess:
-    """The Chromium of this process with this program and these hosts."""
-    key = (os.getpid(), executable, resolver_rules)
+def shared_browser(executable: str) -> BrowserProcess:
+    """The Chromium of this process with this program."""
+    key = (os.getpid(), executable)
     with _lock:
         if key not in _shared:
-            _shared[key] = BrowserProcess(executable, resolver_rules)
+            _shared[key] = BrowserProcess(executable)
         return _shared[key]
 
 

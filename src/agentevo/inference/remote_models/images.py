@@ -6,7 +6,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agentevo.data.images import decode_image, read_image
+from agentevo.data.images import checked_header, decode_image, read_image
 from agentevo.errors import BadRequestError
 from agentevo.types import Message
 from agentevo.types.images import ImageFile, images_of_messages
@@ -63,7 +63,10 @@ def most_prompt_tokens(
 
 
 def _encode(image: ImageFile) -> EncodedImage:
-    if image.part.media_type not in _SENT:
-        where = f"the image {image.part.sha256[:12]}..."
+    """Raises ImageError for content that is no image."""
+    where = f"the image {image.part.sha256[:12]}..."
+    header = checked_header(image.data, where)
+    if header.media_type not in _SENT:
         image = read_image(decode_image(image, where), where)
-    return EncodedImage(image.part.media_type, base64.b64encode(image.data).decode())
+        return EncodedImage(image.part.media_type, base64.b64encode(image.data).decode())
+    return EncodedImage(header.media_type, base64.b64encode(image.data).decode())

@@ -6,7 +6,7 @@ for example because a judge was unreachable, is scored now.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from agentevo.runs.evaluation.summary import parts_of_tasks, summarise
 from agentevo.runtime.event_loop import run_coroutine
 from agentevo.runtime.progress import over
 from agentevo.types import Task, Trajectory
+from agentevo.types.images import images_of_trajectory
 
 PRICE_LOGS = "remote_models"
 _AGENT_REWARD = "returned"
@@ -43,11 +44,12 @@ def score(
 
     # Scoring needs no environment, so the configuration gets one that every installation has.
     config = build_config({"environment": {"type": "coins"}}, overrides, where="score")
-    _check(config, tasks)
+    scoring = _checked_scoring(config, tasks)
 
     attempts = folder.trajectories()
     if not attempts:
         raise ConfigError(f"{source} has no attempts yet: continue its evaluation (--resume)")
+    _check_images(scoring, tasks, attempts.values())
 
     settings = {
         **settings,
@@ -65,7 +67,7 @@ def score(
             return _score_attempts(opened_config, settings, tasks, attempts, out_folder, note)
 
 
-def _check(config: RunConfig, tasks: Sequence[Task]) -> None:
+def _checked_scoring(config: RunConfig, tasks: Sequence[Task]) -> Scoring:
     if any(reward.name == _AGENT_REWARD for reward in config.rewards):
         raise ConfigError(
             f"rewards: {_AGENT_REWARD} is the value that the agent returned, which is not stored: "
@@ -79,6 +81,19 @@ def _check(config: RunConfig, tasks: Sequence[Task]) -> None:
     scoring = Scoring(config.rewards, models=config.remote_models)
     scoring.check(tasks, needed=True)
     check_engine(scoring, tasks, has_engine=False)
+    return scoring
+
+
+def _check_images(scoring: Scoring, tasks: Sequence[Task], attempts: Iterable[Trajectory]) -> None:
+    """Raises ConfigError if rewards need images of the attempts, which the folder does not have."""
+    seen_by_rewards = {task.id for task in tasks if scoring.sees_images(task)}
+    for attempt in attempts:
+        if attempt.task_id in seen_by_rewards and images_of_trajectory(attempt):
+            raise ConfigError(
+                f"rewards: the attempts at task {attempt.task_id!r} show images, which the folder "
+                "of an evaluation does not keep, and a reward sees images: choose rewards that "
+                "score the text alone (`images: 0` for judges), or play again with these rewards"
+            )
 
 
 def _score_attempts(

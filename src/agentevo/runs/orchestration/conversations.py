@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from agentevo.config import RunConfig, check_sft
 from agentevo.data import RowError, RowReport, check_source, read_conversations
 from agentevo.data.message_images import ImageCollector
+from agentevo.data.spooled_images import SpooledImages
 from agentevo.errors import ConfigError
 from agentevo.models.chat.chat_format import NO_IMAGES, ChatFormat, chat_of
 from agentevo.models.compute.positions import context_length, row_limit
@@ -55,7 +56,7 @@ class SFTData:
     train: Conversations = field(default_factory=dict)
     held_out: Conversations = field(default_factory=dict)
     reports: list[RowReport] = field(default_factory=list)
-    images: dict[str, ImageFile] = field(default_factory=dict)
+    images: MutableMapping[str, ImageFile] = field(default_factory=SpooledImages)
     """Maps a digest to an image of the conversations."""
 
     def sizes(self) -> dict[str, int]:
@@ -249,7 +250,7 @@ def load_sft_data(
     section = config.data
     conversations = SFTData()
     limit = row_limit(context_length, section.max_tokens)
-    images = None if processor is None else ImageCollector()
+    images = None if processor is None else ImageCollector(files=conversations.images)
     encoder = AssistantTokens(
         tokenizer,
         max_tokens=limit,
@@ -268,13 +269,13 @@ def load_sft_data(
         samples, shown_images = solver_samples(
             config, chat, section.demonstrations, section.random_action_rate, view, stop
         )
-        conversations.images |= shown_images
+        conversations.images.update(shown_images)
         conversations.train |= _fitting(samples, "demonstrations", limit, conversations.reports)
 
     if section.best_of is not None:
         samples, report, shown = _best_attempts(config, section.best_of, tokenizer)
         conversations.train |= _fitting(samples, report, limit, conversations.reports)
-        conversations.images |= shown
+        conversations.images.update(shown)
 
     if section.eval:
         conversations.held_out |= _from_files(
@@ -283,7 +284,6 @@ def load_sft_data(
     elif section.eval_share:
         conversations.held_out = _hold_out(conversations.train, section.eval_share, config.run.seed)
 
-    conversations.images |= {} if images is None else images.files
     for line in (line for report in conversations.reports for line in report.lines()):
         (view.warn if LEFT_OUT in line else view.note)(line)
 
