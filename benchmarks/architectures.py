@@ -126,6 +126,8 @@ tokens, and `algorithm.importance` weights them.
 
 For mixture-of-experts models whose routing can be replayed, see [Training](training.md).
 """
+VISION_HEADING = "## Models that see"
+"""The last section of the page, which vision_architectures.py writes."""
 LIMIT = 1e-4
 """Nats."""
 GRADIENT_LIMIT = 1e-4
@@ -453,7 +455,9 @@ def main() -> None:
         print(f"{row.verdict:9} {name} ({row.way}): {figures} {reason}".rstrip(), flush=True)
 
     if options.write:
-        PAGE.write_text(page(rows), encoding="utf-8")
+        _, heading, seeing = PAGE.read_text(encoding="utf-8").partition(VISION_HEADING)
+        text = "\n".join([page(rows), heading + seeing]) if heading else page(rows)
+        PAGE.write_text(text, encoding="utf-8")
         WAYS.write_text(json.dumps(ways(rows), indent=1) + "\n", encoding="utf-8")
 
     sys.exit(any(row.verdict == "defect" for row in rows))

@@ -74,6 +74,10 @@ def test_a_key_of_another_system_is_answered_with_ours(override, hint):
         ("episodes=1000", "trainer.steps here: a step plays trainer.groups_per_step x"),
         ("agent.max_steps=5", "is agent.max_turns here"),
         ("environment.max_steps=5", "is environment.max_actions here"),
+        ("vision_encoder=clip-vit-large", "model.vision.freeze here: the tower that reads pixels"),
+        ("action_space=gui", "environment.type here: for gui it is browser"),
+        ("environment.action_space=gui_actions", "environment.actions lists what it may do"),
+        ("reward=ruler", "did you mean rewards?"),
     ],
 )
 def test_a_count_is_told_from_a_size_and_a_word_from_its_other_meaning(override, words):
@@ -165,6 +169,8 @@ def test_explain_leads_from_a_word_of_others_to_ours(word, ours):
         ("algorithm.policy_loss=vanilla", "ppo_clip"),
         ("trainer.parallel=fsdp2", "trainer.parallel.shard=N"),
         ("algorithm.name=GSPO", "did you mean gspo?"),
+        ("reward_model=auto_ruler", "it is rewards=[ruler] here"),
+        ("rewards=auto_ruler", "did you mean ruler?"),
         ("trainer.minibatches=64", "verl's ppo_mini_batch_size, a size"),
         ("algorithm={clip_low: 0.8, clip_high: 1.2}", "set clip_low=0.2 clip_high=0.2"),
     ],
@@ -179,6 +185,14 @@ def test_a_value_that_means_something_else_elsewhere_is_asked_about(override, wo
 )
 def test_a_value_that_makes_sense_here_is_taken(override):
     build_config(DOORS, [override])
+
+
+def test_one_word_names_an_algorithm_and_a_reward():
+    judge = {"judge": {"base_url": "http://127.0.0.1:9/v1", "model": "judge"}}
+    words = {"algorithm": "gspo", "rewards": "ruler"}
+    config = build_config({**DOORS, **words, "remote_models": judge})
+    assert config.algorithm.name == "gspo"
+    assert [reward.name for reward in config.rewards] == ["ruler"]
 
 
 def test_every_system_has_its_table_and_no_key_of_it_twice():

@@ -10,7 +10,17 @@ import msgspec
 import pytest
 import torch
 from seeing import load_seeing
-from seeing_policies import SeeingPolicy, SeenPrompt, picture, seeing_policy
+from seeing_policies import (
+    BLUE,
+    PATIENCE_S,
+    RED,
+    TALL,
+    SeeingPolicy,
+    SeenPrompt,
+    ask,
+    play_two_turns,
+    seeing_policy,
+)
 from slow import slow
 from tiny_vision import FAMILIES, VARIANTS, write_tiny_vision
 
@@ -32,10 +42,6 @@ QUICK = ("qwen2_vl", "idefics3")
 SLOW = tuple(name for name in (*FAMILIES, *VARIANTS) if name not in QUICK)
 ROWS = ("qwen3_5", "qwen3_5_linear", "gemma3", "gemma4_vision")
 EVERY = [*QUICK, *slow(*SLOW)]
-RED = picture(1)
-BLUE = picture(2)
-TALL = picture(3, 24, 48)
-PATIENCE_S = 300.0
 
 
 @cache
@@ -49,14 +55,6 @@ def engine_of(name: str, **settings) -> TorchEngine:
     return TorchEngine(policy.model, policy.processor.tokenizer, EngineSection(**options))
 
 
-def ask(engine: TorchEngine, prompt: SeenPrompt, *, session=None, images=None, **sampling):
-    params = SamplingParams(**{"max_new_tokens": 10, "seed": 3} | sampling)
-    images = prompt.images if images is None else images
-    return engine.generate(
-        prompt.ids, params, session=session, deadline_s=PATIENCE_S, images=images
-    )
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_log_probs_are_those_of_transformers_alone_in_turns_and_in_company(name):
     policy = policy_of(name)
@@ -64,13 +62,11 @@ def test_log_probs_are_those_of_transformers_alone_in_turns_and_in_company(name)
     assert (row_settings(policy.model) is not None) == (name in ROWS)
 
     async def play() -> None:
-        first = policy.prompt("look at ", RED, " and say what it is")
-        answer = await ask(engine, first, session="s")
-        assert policy.difference(first, answer) < EXACT
+        played = await play_two_turns(policy, engine)
+        for prompt, answer in played:
+            assert policy.difference(prompt, answer) < EXACT
 
-        second = first.after(answer, policy.prompt("now this: ", TALL, RED))
-        answer = await ask(engine, second, session="s")
-        assert policy.difference(second, answer) < EXACT
+        (first, _), (second, _) = played
         hits = engine.stats()["engine/session_hit_tokens"]
         assert hits == len(first.ids) + 9  # the last token of the answer was not computed
 

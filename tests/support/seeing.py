@@ -13,7 +13,8 @@ from transformers import AutoModelForImageTextToText
 
 from agentevo.config import ModelSection
 from agentevo.models.compute.attention import Compute, prepare
-from agentevo.models.compute.rows import RowGroup, padded_group
+from agentevo.models.compute.row_states import state_of
+from agentevo.models.compute.rows import RowGroup, accepted_inputs, padded_group, run_rows
 from agentevo.models.files.load import LoadedModel, load_model
 from agentevo.models.vision.features import ImageEncoder, ImageFeatures
 from agentevo.models.vision.parts import part_of
@@ -128,3 +129,25 @@ def group_of(
         positions[:, row, : len(rows[row])] = model.positions(prompt)[:, start:stop]
         types[row, : len(prompt.ids[:stop])] = model.types(prompt.ids[:stop])
     return group._replace(positions=positions, types=types)
+
+
+@torch.no_grad()
+def second_turn_difference(model: Seeing) -> float:
+    """The largest difference of a log-prob where a second turn with a new image continues from the
+    state of the first, and single tokens follow it, as the engine draws them."""
+    whole = model.prompt("first ", FILES[0], " turn", "second ", FILES[1], " end")
+    turn = len(model.prompt("first ", FILES[0], " turn").ids)
+    last = len(whole.ids) - 2
+    features = model.features(whole)
+    accepted = accepted_inputs(model.loaded.model)
+    logits = []
+    state = None
+    for start, stop in ((0, turn), (turn, last), (last, last + 1), (last + 1, last + 2)):
+        group = group_of(model, [whole], start, stop)
+        new_features = {0: features[:1], turn: features[1:]}.get(start, [])
+        inputs = {} if state is None else {"past_key_values": state}
+        output = run_rows(model.loaded.model, group, new_features, use_cache=True, **inputs)
+        state = state_of(output, accepted)
+        logits.append(output.logits[0])
+
+    return log_prob_difference(torch.cat(logits), model.plain_logits(whole))

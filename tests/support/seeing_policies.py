@@ -13,10 +13,11 @@ import torch
 from seeing import load_seeing, processor_in
 from tiny_vision import png, write_tiny_vision
 
+from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.models.compute.attention import prepare
 from agentevo.models.token_rows import token_logits
 from agentevo.models.vision.processor import ProcessedImage, VisionProcessor
-from agentevo.types import Completion, Message, TextPart
+from agentevo.types import Completion, Message, SamplingParams, TextPart
 from agentevo.types.images import ImageFile, PromptImage, image_file
 
 TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids", "qwen": "mm_token_type_ids"}
@@ -82,6 +83,38 @@ class SeeingPolicy(NamedTuple):
 
 def picture(number: int, width: int = 40, height: int = 24) -> ImageFile:
     return image_file(png(width, height, number), "image/png")
+
+
+RED = picture(1)
+BLUE = picture(2)
+TALL = picture(3, 24, 48)
+PATIENCE_S = 300.0
+
+
+async def ask(
+    engine: TorchEngine,
+    prompt: SeenPrompt,
+    *,
+    session: str | None = None,
+    images: Sequence[PromptImage] | None = None,
+    **sampling: Any,
+) -> Completion:
+    """The engine's answer to a prompt with its images, or with others."""
+    params = SamplingParams(**{"max_new_tokens": 10, "seed": 3} | sampling)
+    images = prompt.images if images is None else images
+    return await engine.generate(
+        prompt.ids, params, session=session, deadline_s=PATIENCE_S, images=images
+    )
+
+
+async def play_two_turns(
+    policy: SeeingPolicy, engine: TorchEngine
+) -> list[tuple[SeenPrompt, Completion]]:
+    """Each prompt with its answer. The second turn of the session shows a new image."""
+    first = policy.prompt("look at ", RED, " and say what it is")
+    answer = await ask(engine, first, session="s")
+    second = first.after(answer, policy.prompt("now this: ", TALL, RED))
+    return [(first, answer), (second, await ask(engine, second, session="s"))]
 
 
 def seeing_policy(name: str) -> SeeingPolicy:

@@ -10,7 +10,16 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from seeing import FILES, Seeing, gradient_difference
+from seeing import FILES, Seeing
+from seeing_samples import (
+    BY_DIGEST,
+    CPU,
+    TRAINED,
+    branches,
+    compare_packed,
+    provider_of,
+    sample_of,
+)
 from slow import slow
 from tiny_vision import FAMILIES, write_tiny_vision
 
@@ -22,13 +31,12 @@ from agentevo.models.token_rows import token_logits
 from agentevo.models.vision.processor import VisionPrompt
 from agentevo.runs.audit.resampling import resample
 from agentevo.training.batching import row_groups
-from agentevo.training.batching.images import LEFT_OUT, ImageProvider, token_sizes
+from agentevo.training.batching.images import LEFT_OUT, token_sizes
 from agentevo.training.batching.packing import PackedBatch, pack
 from agentevo.training.batching.passes import micro_batches
 from agentevo.training.batching.routing import merge_keys
 from agentevo.training.batching.samples import trajectory_rows
 from agentevo.training.distribute import check_spread
-from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.pairs import CandidateAnswer
 from agentevo.training.preference import mismatch_answers
 from agentevo.training.roles.token_rewards import TokenRewardModel
@@ -37,9 +45,6 @@ from agentevo.types import Sample, SamplingParams, Trajectory, Turn
 from agentevo.types.image_span import ImageSpan
 from agentevo.types.images import ImageFile, image_file
 
-CPU = torch.device("cpu")
-BY_DIGEST = {file.part.sha256: file for file in FILES}
-TRAINED = 10
 TREES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "internvl", "llava", "gemma4")
 
 Read = Callable[[str, Compute], Seeing]
@@ -59,64 +64,14 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
     return get
 
 
-def sample_of(seeing: Seeing, name: str, *parts: str | ImageFile) -> tuple[Sample, VisionPrompt]:
-    """A sample that is trained at its last tokens, and its tokens."""
-    prompt = seeing.prompt(*parts)
-    mask = np.arange(len(prompt.ids)) >= len(prompt.ids) - TRAINED
-    sample = msgspec.structs.replace(
-        Sample.given(name, "g", prompt.ids, mask),
-        images=prompt.spans,
-        processor=seeing.processor.fingerprint if prompt.spans else "",
-    )
-    return sample, prompt
-
-
-def branches(seeing: Seeing) -> tuple[list[Sample], list[VisionPrompt]]:
-    """A beginning with an image that three samples share. Two of them see different images after
-    it, and one sees the first image again."""
-    beginning = ("look ", FILES[0], " closely. ")
-    told = (
-        sample_of(seeing, "a", *beginning, "yes", FILES[1], "and this one?"),
-        sample_of(seeing, "b", *beginning, "yes", FILES[2], "and this one?"),
-        sample_of(seeing, "c", *beginning, "no", FILES[0], "once again, and again"),
-        sample_of(seeing, "d", "only a text, without images"),
-    )
-    return [sample for sample, _ in told], [prompt for _, prompt in told]
-
-
-def provider_of(seeing: Seeing) -> ImageProvider:
-    provider = ImageProvider.of(seeing.loaded.model)
-    assert provider is not None
-    provider.hold(BY_DIGEST)
-    return provider
-
-
-def own_logprobs(seeing: Seeing, prompt: VisionPrompt) -> torch.Tensor:
-    """The log-probs of a sample's trained tokens, by transformers alone."""
-    if seeing.plain.config.model_type.startswith("qwen"):
-        seeing.plain.model.rope_deltas = None
-    logits = token_logits(seeing.loaded.model, seeing.plain_logits(prompt)).log_softmax(-1)
-    places = torch.arange(len(prompt.ids) - TRAINED, len(prompt.ids))
-    return logits[places - 1, torch.tensor(prompt.ids)[places]]
-
-
 def assert_equal(
     seeing: Seeing, samples: list[Sample], prompts: list[VisionPrompt], *, merge: bool
 ) -> PackedBatch:
     """The batch, in which the model gives each sample its log-probs and gradients alone."""
-    weights = torch.linspace(-1, 1, TRAINED)
-    batch = pack(samples, CPU, merge=merge, images=provider_of(seeing))
-    logp = token_logprobs(seeing.loaded.model, batch)[0]
-    own = [own_logprobs(seeing, prompt) for prompt in prompts]
-    for number, row in enumerate(own):
-        torch.testing.assert_close(logp[batch.samples == number], row, rtol=0, atol=1e-4)
-
-    loss = (logp * weights[batch.places]).sum()
-    own_loss = torch.stack([(row * weights).sum() for row in own]).sum()
-    found = torch.autograd.grad(loss, seeing.watched(seeing.loaded.model))
-    expected = torch.autograd.grad(own_loss, seeing.watched(seeing.plain))
-    assert gradient_difference(found, expected) < 1e-4
-    return batch
+    packed = compare_packed(seeing, samples, prompts, merge=merge)
+    assert packed.difference < 1e-4
+    assert packed.gradient_difference < 1e-4
+    return packed.batch
 
 
 @pytest.mark.parametrize("family", [*TREES[:1], "idefics3", *slow(*TREES[1:3], *TREES[4:])])

@@ -17,6 +17,7 @@ from seeing import (
     group_of,
     log_prob_difference,
     measure,
+    second_turn_difference,
 )
 from slow import slow
 from tiny_vision import FAMILIES, VARIANTS, write_tiny_vision
@@ -84,24 +85,7 @@ def test_a_second_turn_with_a_new_image_continues_from_the_first(
     name: str, seeing: Callable[..., Seeing]
 ) -> None:
     """And single tokens after it, as the engine draws them."""
-    model = seeing(name)
-    whole = model.prompt("first ", FILES[0], " turn", "second ", FILES[1], " end")
-    turn = len(model.prompt("first ", FILES[0], " turn").ids)
-    features = model.features(whole)
-    accepted = accepted_inputs(model.loaded.model)
-    found = []
-    state = None
-    with torch.no_grad():
-        last = len(whole.ids) - 2
-        for start, stop in ((0, turn), (turn, last), (last, last + 1), (last + 1, last + 2)):
-            group = group_of(model, [whole], start, stop)
-            own = {0: features[:1], turn: features[1:]}.get(start, [])
-            inputs = {} if state is None else {"past_key_values": state}
-            output = run_rows(model.loaded.model, group, own, use_cache=True, **inputs)
-            state = state_of(output, accepted)
-            found.append(output.logits[0])
-        expected = model.plain_logits(whole)
-    assert log_prob_difference(torch.cat(found), expected) < TOLERANCE
+    assert second_turn_difference(seeing(name)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", names(NAMES, "qwen3_vl", "gemma3"))
