@@ -181,6 +181,7 @@ def test_a_value_that_makes_sense_here_is_taken(override):
     build_config(DOORS, [override])
 
 
+@pytest.mark.slow
 def test_every_system_has_its_table_and_no_key_of_it_twice():
     systems = {peer.system for peer in peer_keys()}
     assert {"TRL", "verl", "OpenRLHF", "RAGEN", "AReaL", "AgentRL", "transformers"} <= systems
