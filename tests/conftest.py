@@ -75,9 +75,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    """Thousands of modules and tests are made and stay: nothing of them is garbage."""
+    gc.disable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of SmolLM2 come last and together: one worker reads it, once, and on a new machine it
+    is downloaded by then (.ci/run)."""
+    items.sort(key=lambda item: item.get_closest_marker("smollm2") is not None)
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now is searched for garbage no more: half a second each time, which every
     training would begin with (agentevo/heap.py)."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

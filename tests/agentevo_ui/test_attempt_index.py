@@ -312,6 +312,7 @@ def write(url: str, names: list[str]) -> None:
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_a_damaged_index_is_made_again_and_one_of_two_writes(
     tmp_path: Path, sqlite_url: str, cache: Path
 ) -> None:

@@ -229,6 +229,7 @@ for world in (
 """
 
 
+@pytest.mark.slow
 def test_two_processes_draw_the_same_bytes():
     other = subprocess.run(
         [sys.executable, "-c", DRAWS], capture_output=True, text=True, timeout=300, check=True

@@ -9,6 +9,7 @@ from typing import Literal
 
 import pytest
 from pictures import data_url, file_of, picture
+from slow import slow, soak
 
 from agentevo.data import rows
 from agentevo.environments.coins import CoinsConfig, CoinsEnvironment
@@ -73,7 +74,7 @@ def with_recipe(words):
     return words if words[0].endswith(".yaml") else ["plain.yaml", *words]
 
 
-@pytest.mark.parametrize("command", ["train", "learn"])
+@pytest.mark.parametrize("command", ["train", *soak("learn")])
 @pytest.mark.parametrize(("words", "said"), SAYS, ids=lambda value: str(value)[:40])
 def test_a_dry_run_refuses_what_the_run_refuses_with_the_same_words(
     command, words, said, agentevo, folder, monkeypatch
@@ -359,7 +360,7 @@ def test_a_system_message_that_the_template_refuses_is_refused_with_advice_that_
     assert err.rstrip().endswith(remedy) and ("no system role" in err) == bool(remedy), err
 
 
-@pytest.mark.parametrize("more", [["--dry-run"], []])
+@pytest.mark.parametrize("more", [["--dry-run"], *slow([])])
 def test_a_text_model_is_refused_where_images_are_shown(more, agentevo):
     """Nothing of the run remains, and the same folder can be used again."""
     image = data_url(file_of(picture()))

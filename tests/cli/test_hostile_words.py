@@ -229,11 +229,6 @@ def asked_for(default: list[int]) -> list[int]:
 
 
 @pytest.mark.usefixtures("stopped_at_work")
-def test_some_hostile_command_lines(finished_run, tmp_path):
-    run_cases(list(range(100_000, 100_012)), finished_run, tmp_path)
-
-
-@pytest.mark.usefixtures("stopped_at_work")
 @pytest.mark.parametrize("part", [*slow(0), *soak(*range(1, 8))])
 def test_a_thousand_hostile_command_lines(finished_run, tmp_path, part):
     seeds = asked_for([8 * number + place for number in range(250) for place in range(4)])

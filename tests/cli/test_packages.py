@@ -26,6 +26,7 @@ def run_without_packages(*commands: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.cold_start
 def test_commands_of_a_missing_package_are_missing_and_all_others_work() -> None:
     output, errors = run_without_packages("--help", "list", "ui", "list pipelines", "config coins")

@@ -122,6 +122,7 @@ def test_what_can_not_be_drawn_is_refused_and_writes_nothing(agentevo):
         assert code == 2 and f"{option} is for" in err
 
 
+@pytest.mark.slow
 def test_names_are_no_formulas_and_every_line_can_be_told_apart(tmp_path: Path) -> None:
     names = ["_hidden", "$\\frac", "", *(f"n{place}" for place in range(len(LOOKS) - 3))]
     lines = [ChartLine(name, [0.0, 1.0]) for name in names]

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from slow import slow
 
 from agentevo.cli.main import main
 from agentevo.config import build_config, sources, to_tree, to_yaml
@@ -38,7 +39,10 @@ GROWING = {
 }
 
 
-@pytest.fixture(params=GROWING)
+QUICK = ("text", "key of a key")
+
+
+@pytest.fixture(params=[*QUICK, *slow(*(kind for kind in GROWING if kind not in QUICK))])
 def growing(request) -> dict[str, Any]:
     return GROWING[request.param]
 

@@ -195,6 +195,7 @@ def test_one_word_names_an_algorithm_and_a_reward():
     assert [reward.name for reward in config.rewards] == ["ruler"]
 
 
+@pytest.mark.slow
 def test_every_system_has_its_table_and_no_key_of_it_twice():
     systems = {peer.system for peer in peer_keys()}
     assert {"TRL", "verl", "OpenRLHF", "RAGEN", "AReaL", "AgentRL", "transformers"} <= systems

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from slow import soak
+from slow import slow, soak
 
 from agentevo.algorithms.presets import PRESETS
 from agentevo.cli.main import main
@@ -23,14 +23,20 @@ def test_an_algorithm_of_another_kind_on_the_quickstart():
     assert (algorithm.name, algorithm.entropy_coef) == ("dpo", 0.0)
 
 
-@pytest.mark.parametrize("tree", [RL, PPO, DPO], ids=["grpo", "ppo", "dpo"])
+@pytest.mark.parametrize("tree", [RL, *slow(PPO, DPO)], ids=["grpo", "ppo", "dpo"])
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_may_replace_every_other(tree, name):
     assert build_config(tree, [f"algorithm.name={name}"]).algorithm.name == name
 
 
+CI_PRESETS = ("grpo", "ppo", "dpo", "kto", "rft")
+"""Presets with all that others have: a critic, pairs, single answers, no reference."""
+
+
 @pytest.mark.parametrize("recipe", ["frozen_lake", *soak("coins", "sokoban")])
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    "name", [*CI_PRESETS, *soak(*(name for name in PRESETS if name not in CI_PRESETS))]
+)
 def test_every_preset_passes_the_dry_run_of_a_packaged_recipe(recipe, name, capsys):
     assert main(["train", recipe, f"algorithm.name={name}", "--dry-run"]) == 0
     assert f"  name: {name}\n" in capsys.readouterr().out

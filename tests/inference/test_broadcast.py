@@ -57,6 +57,7 @@ def test_engines_get_every_bit_of_each_version(folder, sender, notes):
     assert len(list(folder.glob("tensors-*.json"))) == 2
 
 
+@pytest.mark.slow
 def test_round_after_round_each_engine_has_the_newest(folder, sender, notes):
     """What a round leaves behind in a process must not end it later."""
     last = 25
@@ -189,6 +190,7 @@ def test_an_engine_that_goes_without_asking_stalls_one_publish(folder, sender, m
     asyncio.run(asyncio.wait_for(sender.publish(3), 300))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "how"),
     [

@@ -44,6 +44,7 @@ def test_rubbish_among_the_asks_goes_and_engines_are_served(folder, sender, note
     assert notes == [] and not list(asks.glob("*.json"))
 
 
+@pytest.mark.slow
 def test_asks_of_engines_that_are_gone_go_by_themselves(folder, sender, notes, monkeypatch):
     """Ten thousand of them, and one that lives."""
     monkeypatch.setattr(broadcast_files, "STALE_S", 300.0)

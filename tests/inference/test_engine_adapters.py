@@ -9,6 +9,7 @@ import copy
 import pytest
 import torch
 from adapted_models import adapted
+from slow import slow, soak
 
 from agentevo.config import LoraSection
 from agentevo.errors import EngineError
@@ -35,7 +36,7 @@ def logits_of(model, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", SECTIONS)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "mistral"])
+@pytest.mark.parametrize("name", ["qwen2", *slow("gemma2"), *soak("llama", "qwen3", "mistral")])
 def test_log_probs_are_those_of_the_model_with_its_adapter(
     name, kind, random_model, complete, difference
 ):

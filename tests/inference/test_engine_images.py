@@ -21,7 +21,7 @@ from seeing_policies import (
     play_two_turns,
     seeing_policy,
 )
-from slow import slow
+from slow import slow, soak
 from tiny_vision import FAMILIES, VARIANTS, write_tiny_vision
 
 from agentevo.config import EngineSection, LoraSection
@@ -41,6 +41,7 @@ EXACT = 1e-4
 QUICK = ("qwen2_vl", "idefics3")
 SLOW = tuple(name for name in (*FAMILIES, *VARIANTS) if name not in QUICK)
 ROWS = ("qwen3_5", "qwen3_5_linear", "gemma3", "gemma4_vision")
+TREES = tuple(name for name in SLOW if name not in ROWS)
 EVERY = [*QUICK, *slow(*SLOW)]
 
 
@@ -88,7 +89,7 @@ def test_log_probs_are_those_of_transformers_alone_in_turns_and_in_company(name)
     asyncio.run(play())
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [*QUICK, *slow(*ROWS), *soak(*TREES)])
 def test_prompts_share_no_token_of_different_images(name):
     """Equal ids, and 16 tokens of chunk: chunks end inside images, and prefixes before them."""
     policy = policy_of(name)

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from slow import slow, soak
 
 from agentevo.config import EngineSection
 from agentevo.inference.embedded.cache_attention import attention
@@ -27,6 +28,7 @@ ARCHITECTURES = [
     "granite-swa-wide",
     "llama4",
 ]
+QUICK = ("llama", "gemma2", "granite-swa-wide", "gpt-oss")
 TOLERANCE = 1e-4
 
 
@@ -71,8 +73,8 @@ def params_of(index: int, max_new_tokens: int = 12) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize("sharing", [True, False], ids=["shared", "unshared"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("sharing", [True, *soak(False)], ids=["shared", "unshared"])
+@pytest.mark.parametrize("name", [*QUICK, *slow(*(n for n in ARCHITECTURES if n not in QUICK))])
 def test_in_company(name, sharing, random_model, complete, difference):
     one = random_model(name)
     engine = TorchEngine(one.model, config=EngineSection(prefix_sharing=sharing))
@@ -100,7 +102,7 @@ def test_capped_attention_and_its_log_sum_exp(dtype):
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("temperature", [0.3, *slow(1.0, 1.7)])
 @pytest.mark.parametrize("sharing", [True, False], ids=["shared", "unshared"])
 def test_a_group_at_each_temperature(temperature, sharing, random_model, complete, difference):
     one = random_model("llama")
@@ -134,7 +136,7 @@ def test_with_memory_for_a_few_only(name, random_model, complete, difference):
         assert difference(one.logits(prompt + found.ids), prompt, found, wanted) < TOLERANCE
 
 
-@pytest.mark.parametrize("prefill_tokens", [16, 4096])
+@pytest.mark.parametrize("prefill_tokens", [*slow(16), 4096])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_long_prompts_in_chunks(name, prefill_tokens, random_model, complete, difference):
     one = random_model(name)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from agentevo.inference.serving.guarded_server import GuardedServer
 
 CHILD = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
@@ -42,6 +44,7 @@ def _until_gone(pid: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_killed_parent_takes_its_server_along(tmp_path):
     log = tmp_path / "server.log"
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(log)])

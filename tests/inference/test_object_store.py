@@ -133,6 +133,7 @@ def test_versions_come_back_to_the_bit_and_old_ones_go(rooms, tmp_path):
     assert names == {"latest.json", "writer.json", "version-000006"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_store_that_fails_now_and_then_serves_the_bits_or_nothing(fault, rooms):
     notes = []

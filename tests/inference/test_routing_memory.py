@@ -273,6 +273,7 @@ def test_a_shared_prefix_that_is_computed_again(bare):
     play(Rig(bare), talk)
 
 
+@pytest.mark.slow
 def test_new_weights_choose_for_themselves(bare):
     """A session's context, as where they meet it for the first time; what they chose is replayed
     from then on. So it is after a beginning under the same number."""

@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from slow import soak
+from slow import slow, soak
 
 from agentevo.config import EngineSection
 from agentevo.errors import EngineError
@@ -64,7 +64,7 @@ def test_what_a_models_states_support(name, support, random_model):
     assert measured.size(200) >= measured.size(100) > 0
 
 
-@pytest.mark.parametrize("sharing", [True, False], ids=["shared", "unshared"])
+@pytest.mark.parametrize("sharing", [True, *slow(False)], ids=["shared", "unshared"])
 @pytest.mark.parametrize("name", NAMES)
 def test_requests_in_company(name, sharing, random_model, complete, difference):
     policy = random_model(name)

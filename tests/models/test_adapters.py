@@ -14,6 +14,7 @@ import torch
 from adapted_models import moved
 from fused_passes import fused, logits, num_fused_calls, unfused
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from slow import slow, soak
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -141,7 +142,7 @@ def test_options_mean_what_they_mean_in_peft(base):
 
 @needs_onednn
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["llama", *slow("qwen2"), *soak("qwen3", "mistral")])
 def test_fused_passes_hold_the_adapters(name, variant, base):
     model = prepare(moved(add_adapter(base(name), VARIANTS[variant], seed=1)))
     plain = fused(prepare(base(name)))
@@ -430,6 +431,7 @@ def test_adapters_over_a_quantized_base(kind, rounding, tiny_policy, tmp_path):
     torch.testing.assert_close(fused(prepared), unfused(prepared), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["whole", "none", "8bit", "4bit"])
 def test_gradients_are_the_same_after_a_generation(kind, dtype, tiny_policy, tmp_path):

@@ -66,6 +66,7 @@ def test_built_once_and_again_when_damaged_or_changed(folder, counting_compiler,
     assert num_calls(counting_compiler) == 3
 
 
+@pytest.mark.slow
 def test_what_others_can_write_is_not_loaded(folder, counting_compiler):
     load_library()
     (file,) = folder.iterdir()
@@ -155,6 +156,7 @@ def test_a_full_disk_is_not_the_compilers_fault(folder, tmp_path, monkeypatch):
     assert "another disk" in error.value.remedy
 
 
+@pytest.mark.slow
 def test_what_killed_builds_left_is_removed(folder, counting_compiler):
     folder.mkdir(mode=0o700)
     old = folder / "old.partial"
@@ -167,6 +169,7 @@ def test_what_killed_builds_left_is_removed(folder, counting_compiler):
     assert recent.exists() and not old.exists()
 
 
+@pytest.mark.slow
 def test_a_function_of_the_same_name_elsewhere_is_not_called(folder, tmp_path):
     source = tmp_path / "other.c"
     other = tmp_path / "other.so"

@@ -228,6 +228,7 @@ def test_cuda_without_a_gpu_is_refused(
     assert auto.model.device.type == "cpu"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "part", "message"),
     [

@@ -100,6 +100,7 @@ def odd_ones(task):
     return float(int(task.query.strip(" ?")) % 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [(), pytest.param(("rollout.staleness=1",), marks=pytest.mark.slow)],

@@ -228,6 +228,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "stages_played"),
     [

@@ -62,6 +62,7 @@ def test_a_row_that_another_connection_lets_go_is_no_second_lease(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_groups_are_found_without_a_walk_over_their_split(
     postgresql: PostgreSQL, make_trajectory: Make
 ) -> None:

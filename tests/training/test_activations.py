@@ -29,6 +29,9 @@ from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.trainer import Trainer
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma2", "mistral", "granite-swa", "gpt-oss", "llama4"]
+QUICK = ("llama", "gpt-oss")
+MARKS = (pytest.mark.soak, pytest.mark.slow)
+"""CI runs the others with all that a section can ask for at once."""
 CHANGING = ("gpt-oss", "llama4")
 """Models that change results of products in place."""
 SECTIONS = {
@@ -90,7 +93,7 @@ def everything_leaves(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        (name, kind)
+        pytest.param(name, kind, marks=[] if name in QUICK else MARKS[kind == "full-offload"])
         for name in ARCHITECTURES
         for kind in SECTIONS
         if kind != "selective" or name not in CHANGING
@@ -149,6 +152,7 @@ def test_a_frozen_base_is_packed_beside_what_is_kept(samples_of, gradient):
     torch.testing.assert_close(run(sparing, batch, gradient), wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_less_is_kept(random_model, samples_of):
     plain = random_model("llama").model
     batch = batch_of(samples_of, 400)

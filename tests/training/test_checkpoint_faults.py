@@ -200,6 +200,7 @@ def test_what_cannot_be_read_now_may_be_whole(name, code, saved, monkeypatch):
     assert Checkpoints(checkpoints.folder, 9).newest_whole() == 2
 
 
+@pytest.mark.slow
 def test_any_flipped_bit_of_the_manifest_shows(saved):
     checkpoints, _ = saved
     file = checkpoints.path(2) / "checkpoint.json"

@@ -115,6 +115,7 @@ def by_hand(model, samples) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.stack(logprobs), torch.stack(entropies), torch.stack(squares)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("path", ["linear", "frozen output layer", "logits", "small cells"])
 def test_log_probs_entropy_and_gradient_are_those_of_a_softmax_over_the_allowed(

@@ -250,6 +250,7 @@ def test_the_rule_in_force_is_in_the_log_the_record_and_what_is_shown(tmp_path, 
     assert f"trained in step 1, credit: {rule}" in shown
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_the_groups_that_fail_stops_after_three_and_is_resumed(
     tmp_path, capsys
 ):

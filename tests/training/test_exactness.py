@@ -16,7 +16,7 @@ import torch
 from adapted_models import adapted
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
-from slow import slow
+from slow import slow, soak
 
 from agentevo.config import AlgorithmSection, CriticSection, LoraSection, TrainerSection
 from agentevo.models.compute.attention import prepare
@@ -50,7 +50,7 @@ ARCHITECTURES = [
     "bloom",
 ]
 """The last four compute rows."""
-QUICK = ("llama", "gemma2", "qwen3-moe", "granite-swa", "lfm2")
+QUICK = ("qwen3-moe", "lfm2")
 GRPO = AlgorithmSection(aggregation="token-mean", entropy_coef=0.02, clip_high=0.28)
 TOLERANCE = 1e-5
 
@@ -252,7 +252,7 @@ def test_updates_of_adapters(name, random_model, samples_of, slow_loss, gradient
 
 
 @pytest.mark.parametrize("trunk", ["own", "shared"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["llama", *slow("qwen3-moe", "gemma2"), *soak("qwen3", "mistral")])
 def test_values_and_gradients_of_a_critic(name, trunk, random_model, samples_of):
     """Sum over trained tokens of (value - advantage)^2, in trunk and head."""
     one = copy.deepcopy(random_model(name))

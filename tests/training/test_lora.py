@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 from adapted_models import adapted
-from slow import slow
+from slow import slow, soak
 
 from agentevo.config import (
     AlgorithmSection,
@@ -87,7 +87,7 @@ def trained(model) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", SECTIONS)
-@pytest.mark.parametrize("name", ["llama", "gemma2", *slow("qwen2")])
+@pytest.mark.parametrize("name", ["llama", *slow("gemma2"), *soak("qwen2")])
 def test_loss_and_gradient_are_those_of_one_sequence_at_a_time(
     name, kind, random_model, samples_of, slow_loss, gradient
 ):

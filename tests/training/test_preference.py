@@ -11,6 +11,7 @@ import random
 import msgspec
 import pytest
 import torch
+from slow import slow
 
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.errors import TrainingError
@@ -28,6 +29,7 @@ SECTIONS = {
     "sppo": AlgorithmSection(name="sppo", beta=0.1),
     "rft": AlgorithmSection(name="rft"),
 }
+NAMES = ["kto", *slow(*(name for name in SECTIONS if name != "kto"))]
 
 
 @pytest.fixture
@@ -157,7 +159,7 @@ def moved_trainer(
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-@pytest.mark.parametrize("micro_batch_tokens", [16384, 64])
+@pytest.mark.parametrize("micro_batch_tokens", [16384, *slow(64)])
 def test_loss_and_gradient_are_those_of_the_formula(
     name, micro_batch_tokens, random_model, model, other, samples_of, gradient
 ):
@@ -177,7 +179,7 @@ def test_loss_and_gradient_are_those_of_the_formula(
     assert metrics["actor/grad_norm"] == pytest.approx(float(gradient(alone).norm()), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_order_of_pairs_and_the_size_of_micro_batches_do_not_matter(
     name, model, other, samples_of, gradient
 ):
@@ -205,7 +207,7 @@ def test_at_the_reference_all_rewards_are_0(model, samples_of):
         assert metrics[f"preference/rewards/{key}"] == pytest.approx(0.0, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_chosen_answers_gain_on_rejected_ones(name, model, samples_of):
     pairs = pairs_for(name, samples_of)
     trainer = PreferenceTrainer(
@@ -362,7 +364,7 @@ def test_what_is_not_finite_never_reaches_the_weights(model, samples_of):
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto", "spin", "rft"])
+@pytest.mark.parametrize("name", slow("dpo", "kto", "spin", "rft"))
 def test_a_trainer_that_was_saved_goes_on_bit_for_bit(name, model, samples_of):
     section = TrainerSection(learning_rate=1e-3)
     algorithm = SECTIONS[name]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from adapted_models import adapted
 from near_ties import ROUTER_WEIGHTS, two_ways
+from slow import slow
 
 from agentevo.config import (
     AlgorithmSection,
@@ -96,7 +97,7 @@ def drawn(model, group: str, seed: int, between: Between | None = None) -> Traje
     )
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen3-moe"])
+@pytest.fixture(scope="module", params=["qwen3-moe", *slow("mixtral")])
 def ways(request, random_model):
     """The engine's model, the trainer's, and four attempts that the former drew."""
     engine, trainer = two_ways(random_model(request.param).model)
@@ -130,6 +131,7 @@ def test_log_probs_are_the_engines_only_with_replay(ways):
             assert gap(trainer, samples, replay=True, tokens=tokens, merge=merge) < 1e-4
 
 
+@pytest.mark.slow
 def test_log_probs_where_the_engine_computed_every_context_again(random_model):
     """Each time with the near ties the other way, as another batch may sum them."""
     models = two_ways(random_model("qwen3-moe").model)

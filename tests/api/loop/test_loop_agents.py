@@ -149,6 +149,7 @@ def trained(tmp_path_factory):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["here", pytest.param("server", marks=pytest.mark.slow)])
 def test_a_loop_equals_train(kind, where, trained, tmp_path):

@@ -148,6 +148,7 @@ ALL_AGES = {
 """The version that each plays with in the steps 1 to 3 when attempts are one version old."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharing", ["turns", pytest.param("overlap", marks=pytest.mark.soak)])
 def test_attempts_that_wait_for_the_trainer_are_of_one_version_each(tmp_path, policies, sharing):
     """Asynchronous in one process: every agent of a step's attempts plays with what it had at the
@@ -177,6 +178,7 @@ def test_attempts_that_wait_for_the_trainer_are_of_one_version_each(tmp_path, po
     assert losses(again) == losses(trained) and len(losses(again)) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mask", pytest.param("cancel", marks=pytest.mark.soak)])
 def test_groups_that_come_as_they_finish_have_all_their_agents(tmp_path, policies, policy):
     more = {"rollout": {"staleness": 2, "policy": policy}}

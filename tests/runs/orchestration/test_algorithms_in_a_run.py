@@ -150,6 +150,7 @@ def test_a_reward_model_takes_part(tmp_path, small_config, quiet_view):
     assert any("reward_model/mean" in row for row in read_metrics(folder / "metrics.jsonl"))
 
 
+@pytest.mark.slow
 def test_reward_models_that_do_not_fit_are_refused(tmp_path, small_config, quiet_view):
     two = tmp_path / "two"
     other = tmp_path / "other"

@@ -43,7 +43,7 @@ def trained_on(folder):
 @pytest.mark.parametrize(
     ("policy", "sharing", "in_flight"),
     [
-        ("wait", "overlap", "finish"),
+        pytest.param("wait", "overlap", "finish", marks=pytest.mark.slow),
         pytest.param("wait", "turns", "continue", marks=pytest.mark.slow),
         pytest.param("mask", "turns", "continue", marks=pytest.mark.slow),
         pytest.param("cancel", "overlap", "continue", marks=pytest.mark.slow),
@@ -110,6 +110,7 @@ def test_an_interrupted_run_goes_on(tmp_path, small_config, quiet_view):
     assert names == {name for found in trained_on(whole.dir).values() for name, _ in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["wait", *slow("mask")])
 def test_a_step_that_was_reserved_gets_the_same_attempts_again(
     policy, tmp_path, small_config, quiet_view

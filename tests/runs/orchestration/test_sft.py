@@ -88,6 +88,7 @@ def test_the_solver_is_imitated(tmp_path, small_config, quiet_view):
     assert run.eval()["val-core/frozen_lake/n"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3, *soak(2, 5)])
 def test_an_interrupted_run_goes_on_bit_for_bit(
     tmp_path, small_config, quiet_view, outcome_of, assert_same, step

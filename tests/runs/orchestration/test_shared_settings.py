@@ -21,6 +21,7 @@ def own_settings(monkeypatch, tmp_path):
     torch.set_default_device(None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "staleness", [0, pytest.param(1, marks=pytest.mark.slow, id="beside the trainer")]
 )

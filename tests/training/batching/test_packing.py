@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from slow import slow
+from slow import slow, soak
 
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.training.batching.packing import pack
@@ -19,7 +19,7 @@ from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.trainer import Trainer
 from examples import examples
 
-ARCHITECTURES = ["llama", "gemma2", *slow("qwen2", "qwen3", "mistral")]
+ARCHITECTURES = ["llama", "gemma2", *slow("mistral"), *soak("qwen2", "qwen3")]
 WHOLE_GRADIENT = TrainerSection(max_grad_norm=1e9, learning_rate=1e-6)
 
 

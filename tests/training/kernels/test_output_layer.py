@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from slow import slow
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -124,7 +125,7 @@ def through_logits(model, batch):
     return selected_logprobs(all_logits(model, batch), batch.rows, batch.targets, batch.temperature)
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, *slow(True)])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_as_through_logits(name, lora, random_model, batch, gradient):
     model = made(name, random_model)
