@@ -13,10 +13,11 @@ naming of an image is refused or repeated, and no row names an image that is del
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
-from agentevo.errors import StoreError
+from agentevo.errors import StoreError, UnusableStoreError
 from agentevo.store.clock import CLOCK_TOLERANCE_S
 from agentevo.store.damage_errors import readable
 from agentevo.store.database_rows import CHUNK, Condition, DatabaseRows, Row, chunks
@@ -27,6 +28,10 @@ Owner = Literal["task", "trajectory"]
 
 MAX_IMAGE_BYTES = 15 * 2**20
 """A document of MongoDB has at most 16 MB."""
+MAX_BATCH_BYTES = 2**20
+"""The images that are written in one transaction have at most so many bytes, unless it is one."""
+IMAGE_PAGE = 32
+"""The images that are read in one transaction."""
 IMAGE_GRACE_S = 3600.0
 TOUCH_S = 600.0
 
@@ -54,16 +59,47 @@ def decode_image_row(row: Mapping[Any, Any]) -> ImageFile:
     return image
 
 
-async def put_image(rows: DatabaseRows, row: Row) -> int:
-    """Inserts the image, or renews `put_at` of the one that is there. Returns 1 for a new one."""
-    now = (await rows.now()).steady
-    stored = await rows.find("images", ["id", "put_at"], [("id", "=", row["id"])])
-    if not stored:
-        await rows.insert("images", [{**row, "put_at": now}])
-        return 1
+def decode_intact_images(rows: Iterable[Mapping[Any, Any]]) -> dict[str, ImageFile]:
+    """Digest -> image, without those that `decode_image_row` refuses."""
+    images = {}
+    for row in rows:
+        with suppress(UnusableStoreError):
+            image: ImageFile = decode_image_row(row)
+            images[image.part.sha256] = image
+    return images
 
-    await _touch(rows, stored, now)
-    return 0
+
+def batches(images: Iterable[Row]) -> Iterator[list[Row]]:
+    """Different images, in lists that a transaction of any database holds."""
+    batch: list[Row] = []
+    num_bytes = 0
+    for image in {image["id"]: image for image in images}.values():
+        size = len(image["data"])
+        if batch and (len(batch) == CHUNK or num_bytes + size > MAX_BATCH_BYTES):
+            yield batch
+            batch = []
+            num_bytes = 0
+        batch.append(image)
+        num_bytes += size
+    if batch:
+        yield batch
+
+
+async def put_batch(rows: DatabaseRows, images: Sequence[Row]) -> int:
+    """Inserts the images, and renews `put_at` of those that are there. Returns the number of new
+    ones."""
+    now = (await rows.now()).steady
+    stored = await rows.by_key("images", "id", [image["id"] for image in images], "put_at")
+    await _touch(rows, stored.values(), now)
+    new = [{**image, "put_at": now} for image in images if image["id"] not in stored]
+    if new:
+        await rows.insert("images", new)
+    return len(new)
+
+
+async def find_images(rows: DatabaseRows, digests: Sequence[str]) -> list[Row]:
+    """The rows of those images that are in the store."""
+    return await rows.find("images", where=[("id", "in", digests)])
 
 
 async def use_images(rows: DatabaseRows, kind: Owner, uses: Mapping[str, Sequence[str]]) -> None:

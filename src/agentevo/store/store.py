@@ -64,13 +64,17 @@ from agentevo.store.codec import (
     encode_task,
     encode_trajectories,
 )
-from agentevo.store.database_rows import Condition, within
+from agentevo.store.database_rows import Condition, chunks, within
 from agentevo.store.image_rows import (
+    IMAGE_PAGE,
+    batches,
     decode_image_row,
+    decode_intact_images,
     delete_unused_images,
     encode_image,
     find_digests,
-    put_image,
+    find_images,
+    put_batch,
 )
 from agentevo.store.records import (
     Lease,
@@ -404,12 +408,12 @@ class Store(Transactions):
 
     async def put_images(self, images: Iterable[ImageFile]) -> int:
         """Stores images under their digests, before the tasks and trajectories that name them are
-        written. Returns the number of new ones. Each image is a transaction. Raises StoreError for
-        bytes with another digest."""
+        written. Returns the number of new ones. A transaction writes one large image or several
+        small ones. Raises StoreError for bytes with another digest."""
         encoded = await in_thread(lambda: [encode_image(image) for image in images])
         new = 0
-        for row in encoded:
-            new += await self._run("put_images", partial(put_image, row=row), "worker")
+        for batch in batches(encoded):
+            new += await self._run("put_images", partial(put_batch, images=batch), "worker")
         return new
 
     async def image(self, sha256: str) -> ImageFile:
@@ -420,6 +424,14 @@ class Store(Transactions):
             raise UnusableStoreError(f"no image {sha256!r} in {self.where}")
         image: ImageFile = await in_thread(decode_image_row, page[0])
         return image
+
+    async def images(self, digests: Iterable[str]) -> dict[str, ImageFile]:
+        """Digest -> image. Those that are missing, or whose bytes were changed, are left out."""
+        images = {}
+        for chunk in chunks(dict.fromkeys(digests), IMAGE_PAGE):
+            page = await self._run("images", partial(find_images, digests=chunk))
+            images.update(await in_thread(decode_intact_images, page))
+        return images
 
     async def image_digests(self, *, trajectory_id: str | None = None) -> list[str]:
         """The digests of all images, or of those that a trajectory names, in order."""

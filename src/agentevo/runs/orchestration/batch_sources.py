@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from agentevo.config import RunConfig
-from agentevo.errors import ConfigError, TrainingError, UnusableStoreError
+from agentevo.errors import ConfigError, TrainingError
 from agentevo.runs.orchestration.collect import ONLY_SAMPLED, Collected, Collector, StepTasks
 from agentevo.runs.orchestration.rollout_sources import RolloutSource
 from agentevo.runtime.retry import STORE_RETRY_S, with_retries
@@ -124,16 +122,14 @@ class RolloutBatches(BatchSource):
         """Digest -> file of the images in the prompts. An image that the store does not have, or
         whose bytes were changed, is left out: the trainer drops its attempts and says why."""
         spans = (span for t in trajectories for turn in t.turns for span in turn.images)
-        files = {}
-        for digest in dict.fromkeys(span.digest for span in spans):
-            with suppress(UnusableStoreError):
-                files[digest] = await with_retries(
-                    partial(self._store.image, digest),
-                    within_s=STORE_RETRY_S,
-                    what="reading the images of a step's attempts",
-                )
-
-        return files
+        digests = dict.fromkeys(span.digest for span in spans)
+        if not digests:
+            return {}
+        return await with_retries(
+            lambda: self._store.images(digests),
+            within_s=STORE_RETRY_S,
+            what="reading the images of a step's attempts",
+        )
 
     def prepare(self, collected: Collected, step: int) -> PreparedBatch:
         """Advantages, or pairs, of the attempts that were kept. No attempt is older than
