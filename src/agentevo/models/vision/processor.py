@@ -208,7 +208,7 @@ class VisionProcessor:
         """The pixel tensors and tokens of an image. They are kept for the images that were
         processed last. Raises ImageError."""
         processed = self.processed(file.part.sha256)
-        if processed is None:
+        if processed is None or not file.is_intact:
             processed = self._process(file)
             with self._processed_lock:
                 if processed.digest not in self._processed:
