@@ -194,6 +194,12 @@ def test_a_policy_that_sees_reads_an_image_as_tokens() -> None:
     assert set(banned_tokens(loaded.model)) == loaded.processor.vision_ids
 
 
+def test_a_policy_that_sees_turns_visibly_from_column_to_column() -> None:
+    """Columns have the lowest frequencies, in radians a token."""
+    model = load_model(ModelSection(name="tiny", device="cpu", tiny=SEEING), lambda: CORPUS).model
+    assert model.model.language_model.rotary_emb.inv_freq.min() > 0.1
+
+
 def test_the_template_of_a_policy_that_sees_writes_texts_alike() -> None:
     plain = byte_tokenizer(64)
     seeing = byte_tokenizer(64, sees=True)

@@ -57,6 +57,8 @@ def test_an_image_is_stored_once_and_read_back(url: str, make_trajectory: Make) 
             assert await store.image(A.part.sha256) == A
             assert await store.image(JPEG.part.sha256) == JPEG
             assert await store.image_digests() == digests(A, B, C, JPEG)
+            wanted = [A.part.sha256, "beef", JPEG.part.sha256]
+            assert await store.images(wanted) == {A.part.sha256: A, JPEG.part.sha256: JPEG}
 
             one = naming(make_trajectory, "one", A, B, A)
             two = naming(make_trajectory, "two", B)

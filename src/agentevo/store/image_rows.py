@@ -13,7 +13,7 @@ naming of an image is refused or repeated, and no row names an image that is del
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -29,6 +29,8 @@ Owner = Literal["task", "trajectory"]
 
 MAX_IMAGE_BYTES = LIMITS.max_bytes
 """A document of MongoDB, which has at most 16 MB, holds it."""
+MAX_BATCH_BYTES = 2**20
+"""The images that are written in one transaction have at most so many bytes, unless it is one."""
 IMAGE_PAGE = 32
 """The most images that one query reads."""
 IMAGE_GRACE_S = 3600.0
@@ -59,24 +61,41 @@ def decode_image_row(row: Mapping[Any, Any]) -> ImageFile:
 
 
 def decode_intact_images(rows: Iterable[Mapping[Any, Any]]) -> dict[str, ImageFile]:
-    """Maps a digest to its image, without those whose bytes are not those of the digest."""
+    """Digest -> image, without those that `decode_image_row` refuses."""
     images = {}
     for row in rows:
         with suppress(UnusableStoreError):
-            images[row["id"]] = decode_image_row(row)
+            image: ImageFile = decode_image_row(row)
+            images[image.part.sha256] = image
     return images
 
 
-async def put_image(rows: DatabaseRows, row: Row) -> int:
-    """Inserts the image, or renews `put_at` of the one that is there. Returns 1 for a new one."""
-    now = (await rows.now()).steady
-    stored = await rows.find("images", ["id", "put_at"], [("id", "=", row["id"])])
-    if not stored:
-        await rows.insert("images", [{**row, "put_at": now}])
-        return 1
+def batches(images: Iterable[Row]) -> Iterator[list[Row]]:
+    """Different images, in lists that a transaction of any database holds."""
+    batch: list[Row] = []
+    num_bytes = 0
+    for image in {image["id"]: image for image in images}.values():
+        size = len(image["data"])
+        if batch and (len(batch) == CHUNK or num_bytes + size > MAX_BATCH_BYTES):
+            yield batch
+            batch = []
+            num_bytes = 0
+        batch.append(image)
+        num_bytes += size
+    if batch:
+        yield batch
 
-    await _touch(rows, stored, now)
-    return 0
+
+async def put_batch(rows: DatabaseRows, images: Sequence[Row]) -> int:
+    """Inserts the images, and renews `put_at` of those that are there. Returns the number of new
+    ones."""
+    now = (await rows.now()).steady
+    stored = await rows.by_key("images", "id", [image["id"] for image in images], "put_at")
+    await _touch(rows, stored.values(), now)
+    new = [{**image, "put_at": now} for image in images if image["id"] not in stored]
+    if new:
+        await rows.insert("images", new)
+    return len(new)
 
 
 async def use_images(rows: DatabaseRows, kind: Owner, uses: Mapping[str, Sequence[str]]) -> None:

@@ -67,13 +67,14 @@ from agentevo.store.codec import (
 from agentevo.store.database_rows import Condition, chunks, within
 from agentevo.store.image_rows import (
     IMAGE_PAGE,
+    batches,
     decode_image_row,
     decode_intact_images,
     delete_unused_images,
     encode_image,
     find_digests,
     find_images,
-    put_image,
+    put_batch,
 )
 from agentevo.store.records import (
     Lease,
@@ -407,12 +408,12 @@ class Store(Transactions):
 
     async def put_images(self, images: Iterable[ImageFile]) -> int:
         """Stores images under their digests, before the tasks and trajectories that name them are
-        written. Returns the number of new ones. Each image is a transaction. Raises StoreError for
-        bytes with another digest."""
+        written. Returns the number of new ones. A transaction writes one large image or several
+        small ones. Raises StoreError for bytes with another digest."""
         encoded = await in_thread(lambda: [encode_image(image) for image in images])
         new = 0
-        for row in encoded:
-            new += await self._run("put_images", partial(put_image, row=row), "worker")
+        for batch in batches(encoded):
+            new += await self._run("put_images", partial(put_batch, images=batch), "worker")
         return new
 
     async def image(self, sha256: str) -> ImageFile:

@@ -204,6 +204,20 @@ def test_an_image_is_the_same_in_any_company() -> None:
     assert prompt.images[0].text == alone.text
 
 
+def test_prompts_engine_and_trainer_share_the_pixels_of_an_image() -> None:
+    processor = make(tiny_vision("qwen2_vl"))
+    processed = processor.process(IMAGES[0])
+    assert processor.process(IMAGES[0]) is processed
+    assert processor.prompt(CONVERSATION, FILES).images[0] is processed
+    with pytest.raises(ImageError, match="bytes are not those of the image"):
+        processor.process(ImageFile(IMAGES[0].part, WIDE))
+
+    assert processor.pixel_bytes > 0
+    processor.forget_pixels()
+    assert processor.pixel_bytes == 0
+    assert processor.process(IMAGES[0]) is not processed
+
+
 def test_the_smallest_image_has_tokens() -> None:
     processor = make(tiny_vision("qwen2_vl"))
     dot = image_file(png(1, 1), "image/png")

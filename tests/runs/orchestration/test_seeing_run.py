@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from agentevo.api.run import train
-from agentevo.config import build_config
+from agentevo.config import build_config, load_config
 from agentevo.models.files.load import load_model
 from agentevo.observability import read_metrics
 from agentevo.runs.audit.replay import replay
 from agentevo.runtime.event_loop import run_coroutine
 from agentevo.store import open_store
+from agentevo.types import ImagePart, TextPart
 
 pytestmark = pytest.mark.slow
 
@@ -61,3 +62,27 @@ def test_pictures_are_trained_on_audited_and_replayed(tmp_path, quiet_view):
     loaded = load_model(more.model.model_copy(update={"name": str(folder)}))
     assert type(loaded.model).__name__ == "Qwen2VLForConditionalGeneration"
     assert loaded.processor is not None
+
+
+def test_the_recipe_of_pictures_shows_no_map_in_words(tmp_path, quiet_view):
+    """Two steps of it. Every turn's prompt is the rules, which name nothing of the map, and one
+    picture."""
+    overrides = [
+        "cold_start.epochs=1",
+        "trainer.steps=2",
+        "trainer.groups_per_step=2",
+        "evaluation.tasks=2",
+        "evaluation.samples=0",
+        "tracking.tensorboard=false",
+        "tracking.report=false",
+        "run.threads=1",
+        f"run.dir={tmp_path / 'run'}",
+    ]
+    run = train(load_config("frozen_lake_pictures", overrides), view=quiet_view())
+    assert run.audit().ok
+    turns = [turn for trajectory in run.trajectories() for turn in trajectory.turns]
+    assert turns
+    for turn in turns:
+        message, _ = turn.messages
+        text, picture = message.content
+        assert text == TextPart("Walk to the goal.\n") and isinstance(picture, ImagePart)

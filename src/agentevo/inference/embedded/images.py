@@ -41,8 +41,8 @@ from agentevo.types.images import ImageFile, PromptImage
 if TYPE_CHECKING:
     from agentevo.inference.embedded.scheduler import Sequence as EngineSequence
 
-PIXEL_BYTES = 2**30
-"""The most CPU memory for the pixel tensors of images that no request has now."""
+INLINE_BYTES = 2**16
+"""Files of so many bytes are hashed in less time than a thread needs to begin."""
 SHARE = 1 / 8
 """The most memory for features that no step needs now, as a share of the bytes of key-value
 memory."""
@@ -71,7 +71,6 @@ class EngineImages:
         self._first_key = int(model.config.get_text_config().vocab_size)
         self._keys = ImageKeys(self._first_key)
         self._grids: dict[str, tuple[int, ...]] = {}
-        self._pixels = ByteCache[str, ProcessedImage](PIXEL_BYTES)
         self._features = ByteCache[tuple[int | None, str], ImageFeatures](int(SHARE * kv_bytes))
         self._processing: dict[str, asyncio.Task[ProcessedImage]] = {}
         self._device = next(model.parameters()).device
@@ -97,7 +96,7 @@ class EngineImages:
         try:
             async with asyncio.timeout(deadline_s):
                 files = {image.span.digest: image.file for image in images}
-                await in_thread(_check_bytes, [image.file for image in images])
+                await _check_bytes([image.file for image in images])
                 processed = {digest: await self._process(files[digest]) for digest in files}
         except TimeoutError:
             raise DeadlineExceededError(
@@ -190,13 +189,13 @@ class EngineImages:
     def forget(self) -> None:
         """Drops all features and pixels that no request holds."""
         self._features.clear()
-        self._pixels.clear()
+        self._processor.forget_pixels()
 
     def stats(self) -> dict[str, float]:
         """See Engine.stats."""
         return {
             "engine/encoded_images": self.encoded,
-            "engine/image_bytes": self._features.num_bytes + self._pixels.num_bytes,
+            "engine/image_bytes": self._features.num_bytes + self._processor.pixel_bytes,
         }
 
     def _check_features(self, ids: Sequence[int], spans: Sequence[ImageSpan]) -> None:
@@ -230,7 +229,7 @@ class EngineImages:
 
     async def _process(self, file: ImageFile) -> ProcessedImage:
         digest = file.part.sha256
-        known = self._pixels.get(digest)
+        known = self._processor.processed(digest)
         if known is not None:
             return known
 
@@ -238,18 +237,16 @@ class EngineImages:
         if task is None:
             task = asyncio.ensure_future(in_thread(self._processor.process, file))
             self._processing[digest] = task
-            task.add_done_callback(lambda done: self._take_processed(digest, done))
+            task.add_done_callback(lambda done: self._end_processing(digest, done))
         try:
             return await asyncio.shield(task)  # another request may wait for it
         except ImageError as error:
             raise EngineError(str(error)) from error
 
-    def _take_processed(self, digest: str, task: asyncio.Task[ProcessedImage]) -> None:
+    def _end_processing(self, digest: str, task: asyncio.Task[ProcessedImage]) -> None:
         del self._processing[digest]
-        if not task.cancelled() and task.exception() is None:
-            image = task.result()
-            size = sum(tensor.nbytes for tensor in image.tensors.values())
-            self._pixels.put(digest, image, size)
+        if not task.cancelled():
+            task.exception()  # whoever waits for the task raises it
 
     def _encode(self, image: ProcessedImage, model: PreTrainedModel, version: int) -> ImageFeatures:
         key = (version if self._may_change else None, image.digest)
@@ -313,10 +310,19 @@ def sees_both_ways(model: PreTrainedModel) -> bool:
     )
 
 
-def _check_bytes(files: Sequence[ImageFile]) -> None:
-    for file in files:
-        if not file.is_intact:
-            raise EngineError(
-                f"the image {file.part.sha256[:12]}... has bytes of another SHA-256: send the file "
-                "that its digest names"
-            )
+async def _check_bytes(files: Sequence[ImageFile]) -> None:
+    """Raises EngineError for a file with another digest. Large files are read on a thread."""
+    if sum(len(file.data) for file in files) <= INLINE_BYTES:
+        damaged = _damaged(files)
+    else:
+        damaged = await in_thread(_damaged, files)
+
+    if damaged is not None:
+        raise EngineError(
+            f"the image {damaged.part.sha256[:12]}... has bytes of another SHA-256: send the file "
+            "that its digest names"
+        )
+
+
+def _damaged(files: Sequence[ImageFile]) -> ImageFile | None:
+    return next((file for file in files if not file.is_intact), None)

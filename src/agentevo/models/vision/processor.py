@@ -16,6 +16,7 @@ depend on.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -34,6 +35,7 @@ from agentevo.models.chat.chat_template import NO_TOOLS, ToolSchemas
 from agentevo.models.vision.families import find_family, vision_ids
 from agentevo.models.vision.image_template import ImageChatTemplate
 from agentevo.models.vision.positions import mrope_positions, plain_positions
+from agentevo.runtime.byte_cache import ByteCache
 from agentevo.types import Message
 from agentevo.types.image_span import ImageSpan
 from agentevo.types.images import ImageFile, file_of, images_of_messages
@@ -46,6 +48,9 @@ MODEL_INPUTS = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image
 """The tensors of an image processor that models read. The others describe the layout."""
 NAMES_OF_CLASSES = ("auto_map", "feature_extractor_type", "image_processor_type", "processor_class")
 """The settings of an image processor that change no pixel. Loading one may add them."""
+PIXEL_BYTES = 2**30
+"""The most CPU memory for the pixel tensors of the images that were processed last. Prompts, engine
+and trainer read the same images."""
 KEPT_IMAGES = 2048
 """The number of images whose tokens are kept. Those of a large image have about 20 kB."""
 
@@ -57,11 +62,17 @@ class ProcessedImage:
     digest: str
     """The SHA-256 of the image file, in hexadecimal."""
     tensors: Mapping[str, torch.Tensor]
-    """By MODEL_INPUTS: what the family's image processor returns for this image alone."""
+    """By MODEL_INPUTS: what the family's image processor returns for this image alone. Everybody
+    who reads the image has the same tensors: never change them in place."""
     text: str
     """The text that replaces the image's placeholder."""
     grid: tuple[int, ...]
     """See ImageSpan."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class ImageTokens(NamedTuple):
@@ -115,6 +126,8 @@ class VisionProcessor:
         """The id in whose places the model reads features."""
         self._image_tokens: dict[str, ImageTokens] = {}
         """By digest, the oldest first."""
+        self._processed = ByteCache[str, ProcessedImage](PIXEL_BYTES)
+        self._processed_lock = threading.Lock()
         self._files: dict[str, bytes] = {}
         self.fingerprint = self._make_fingerprint()
         """Names everything that ids, grids and pixel tensors of an image depend on, in hexadecimal.
@@ -192,7 +205,32 @@ class VisionProcessor:
         return ImageTokens(image.digest, image.text, image.grid, self.count_features(image))
 
     def process(self, file: ImageFile) -> ProcessedImage:
-        """The pixel tensors and tokens of an image. Raises ImageError."""
+        """The pixel tensors and tokens of an image. They are kept for the images that were
+        processed last. Raises ImageError."""
+        processed = self.processed(file.part.sha256)
+        if processed is None or not file.is_intact:
+            processed = self._process(file)
+            with self._processed_lock:
+                if processed.digest not in self._processed:
+                    self._processed.put(processed.digest, processed, processed.num_bytes)
+        return processed
+
+    def processed(self, digest: str) -> ProcessedImage | None:
+        """The image, if `process` has kept it."""
+        with self._processed_lock:
+            return self._processed.get(digest)
+
+    def forget_pixels(self) -> None:
+        """Drops the pixel tensors that nobody else holds."""
+        with self._processed_lock:
+            self._processed.clear()
+
+    @property
+    def pixel_bytes(self) -> int:
+        """The size of the pixel tensors that are kept."""
+        return self._processed.num_bytes
+
+    def _process(self, file: ImageFile) -> ProcessedImage:
         where = f"the image {file.part.sha256[:12]}..."
         pixels = decode_image(file, where)
         height, width, _ = pixels.shape

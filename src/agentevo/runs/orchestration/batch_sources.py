@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from agentevo.config import RunConfig
@@ -127,7 +126,7 @@ class RolloutBatches(BatchSource):
         if not digests:
             return {}
         return await with_retries(
-            partial(self._store.images, digests),
+            lambda: self._store.images(digests),
             within_s=STORE_RETRY_S,
             what="reading the images of a step's attempts",
         )

@@ -80,7 +80,6 @@ class ImageProvider:
     def __init__(self, processor: VisionProcessor, config: PretrainedConfig) -> None:
         """`config`: the model's."""
         self.processor = processor
-        self._vision_ids = np.array(sorted(processor.vision_ids))
         patch: Any = config.vision_config.patch_size
         self._patch_area = int(np.prod(patch)) if isinstance(patch, (list, tuple)) else patch**2
         self._files: Mapping[str, ImageFile] = {}
@@ -113,7 +112,7 @@ class ImageProvider:
             )
 
         image = self.processor.process(file)
-        self._kept.put(digest, image, _num_bytes(image))
+        self._kept.put(digest, image, image.num_bytes)
         return image
 
     def patches(self, digest: str) -> int:
@@ -186,13 +185,13 @@ class ImageProvider:
                 "is there"
             )
 
-        never_sampled = trained & np.isin(ids, self._vision_ids)
-        if never_sampled.any():
-            place = int(never_sampled.argmax())
-            return (
-                f"token {place} ({int(ids[place])}) stands for an image or a part of one, so it is "
-                "never sampled and has no log-prob"
-            )
+        places = np.flatnonzero(trained)
+        for place, token in zip(places.tolist(), ids[places].tolist(), strict=True):
+            if token in self.processor.vision_ids:
+                return (
+                    f"token {place} ({token}) stands for an image or a part of one, so it is never "
+                    "sampled and has no log-prob"
+                )
         return ""
 
     def _check_image(self, ids: np.ndarray, span: ImageSpan) -> None:
@@ -312,7 +311,3 @@ def token_sizes(
 def has_images(samples: Iterable[Sample]) -> bool:
     """Whether a sample has images."""
     return any(sample.images for sample in samples)
-
-
-def _num_bytes(image: ProcessedImage) -> int:
-    return sum(tensor.nbytes for tensor in image.tensors.values())
