@@ -130,7 +130,7 @@ async def forget_uses(rows: DatabaseRows, kind: Owner, owners: Iterable[str]) ->
         await rows.delete("image_uses", [("kind", "=", kind), ("owner", "in", chunk)])
 
 
-async def find_images(rows: DatabaseRows, digests: Sequence[str]) -> list[Row]:
+async def find_images(rows: DatabaseRows, digests: Sequence[str]) -> Sequence[Row]:
     """The rows of those of the images that the store has."""
     return await rows.find("images", where=[("id", "in", list(digests))])
 
