@@ -9,7 +9,7 @@ transformers' own eager pass of every sequence alone, from its pixels, in float3
     training     log-probs of packed samples, of which three share a beginning with an image
     gradient     of a weighted sum of them, in the embeddings, the tower and the projector
     engine       log-probs as drawn, in two turns of a session; the second shows new images
-    second turn  log-probs of a pass that continues from a first turn, with a new image
+    second turn  log-probs of a pass over rows that continues from a first turn, with a new image
     LoRA         the training column again, with adapters in all parts that can have them
 
 A figure is the largest absolute difference of log-probs in nats, for gradients |g - e| / |e|. The
@@ -78,7 +78,7 @@ the page [Training](training.md#models-that-see).
 
 - **training**, **gradient**: packed samples with images, of which three share a beginning with one
 - **engine**: two turns of a session, as drawn; the second shows new images
-- **second turn**: a pass that continues from a first turn, with a new image
+- **second turn**: a pass over rows that continues from a first turn, with a new image
 - **LoRA**: the training column with adapters in language model, tower and projector (Gemma 3 has
   no linear layer in its projector)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from slow import slow, soak
+from tiny_vision import FAMILIES, VARIANTS
 
 from agentevo.models.known_ways import known_ways, way_of
 
@@ -98,7 +99,28 @@ def test_every_architecture_of_transformers_is_on_the_page(architectures):
 def test_the_list_of_models_says_what_the_page_says(architectures):
     page = (BENCHMARKS.parent / "docs" / "architectures.md").read_text(encoding="utf-8")
     line = re.compile(r"^\| ([^,|]+) \| \w+ \| (tree|rows)(?:, shared)? \|", re.MULTILINE)
-    ways = line.findall(page)
+    ways = line.findall(page.partition("## Models that see")[0])
     listed = [(model_type, way) for way, types in known_ways().items() for model_type in types]
     assert sorted(ways) == sorted(listed), "run `python benchmarks/architectures.py --write`"
     assert way_of("llama") == "tree" and way_of("mamba2") == "rows" and way_of("bert") is None
+
+
+def test_every_family_that_sees_is_on_the_page_below_the_limit():
+    page = (BENCHMARKS.parent / "docs" / "architectures.md").read_text(encoding="utf-8")
+    _, _, section = page.partition("## Models that see")
+    rows = re.findall(
+        r"^\| [^|]+ \| (\w+) \| (?:tree|rows|rows, shared) \| (.+) \|$", section, re.M
+    )
+    assert [name for name, _ in rows] == [*FAMILIES, *VARIANTS]
+    for name, figures in rows:
+        assert all(float(figure) <= 1e-4 for figure in figures.split(" | ")), name
+
+
+@pytest.mark.slow
+def test_a_family_that_sees_is_measured(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module("vision_architectures")
+    row = module.measure("llava")
+    assert row["way"] == "tree"
+    assert all(row[column] <= module.LIMIT for column in module.COLUMNS)
+    assert "| LLaVA | llava | tree | " in module.describe({"llava": row})
