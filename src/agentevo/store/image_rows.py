@@ -97,7 +97,7 @@ async def put_batch(rows: DatabaseRows, images: Sequence[Row]) -> int:
     return len(new)
 
 
-async def find_images(rows: DatabaseRows, digests: Sequence[str]) -> list[Row]:
+async def find_images(rows: DatabaseRows, digests: Sequence[str]) -> Sequence[Row]:
     """The rows of those images that are in the store."""
     return await rows.find("images", where=[("id", "in", digests)])
 
