@@ -338,6 +338,7 @@ def test_a_damaged_image_and_a_late_one_end_their_request_alone(monkeypatch):
         with pytest.raises(EngineError, match="image"):
             await ask(engine, good, images=[PromptImage(span, file)])
 
+        policy.processor.forget_pixels()
         params = SamplingParams(max_new_tokens=4)
         with pytest.raises(DeadlineExceededError, match="images were not processed"):
             await engine.generate(good.ids, params, deadline_s=-1.0, images=good.images)

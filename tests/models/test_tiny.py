@@ -196,7 +196,8 @@ def test_a_policy_that_sees_reads_an_image_as_tokens() -> None:
 
 def test_a_policy_that_sees_turns_visibly_from_column_to_column() -> None:
     """Columns have the lowest frequencies, in radians a token."""
-    model = load_model(ModelSection(name="tiny", device="cpu", tiny=SEEING), lambda: CORPUS).model
+    section = ModelSection(name="tiny", device="cpu", tiny=SEEING)
+    model = load_model(section, corpus=lambda: CORPUS).model
     assert model.model.language_model.rotary_emb.inv_freq.min() > 0.1
 
 
