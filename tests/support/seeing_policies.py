@@ -84,10 +84,10 @@ def picture(number: int, width: int = 40, height: int = 24) -> ImageFile:
     return image_file(png(width, height, number), "image/png")
 
 
-def seeing_policy(name: str) -> SeeingPolicy:
-    """`name`: of tiny_vision.FAMILIES or VARIANTS."""
+def seeing_policy(name: str, **text: Any) -> SeeingPolicy:
+    """`name`: of tiny_vision.FAMILIES or VARIANTS. `text`: other values of the part for text."""
     with TemporaryDirectory() as folder:
-        loaded = load_seeing(write_tiny_vision(name, Path(folder)))
+        loaded = load_seeing(write_tiny_vision(name, Path(folder), **text))
 
     model: Any = loaded.model
     alone: Any = copy.deepcopy(model)
