@@ -44,17 +44,20 @@ test-gpu: $(VENV)/.dev
 # vLLM as an engine, and what it makes of our checkpoints. Installing it takes minutes and 4 GB (build/vllm), so CI does without.
 test-vllm: $(VENV)/.dev build/vllm/.agentevo
 	AGENTEVO_VLLM=build/vllm/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runs/processes/test_vllm.py
-	OMP_NUM_THREADS=1 build/vllm/bin/python -m pytest tests/inference/test_vllm_engine.py tests/inference/test_vllm_options.py tests/runs/orchestration/test_vllm_run.py
+	OMP_NUM_THREADS=1 build/vllm/bin/python -m pytest tests/inference/test_vllm_engine.py tests/inference/test_vllm_options.py tests/inference/test_vllm_images.py tests/runs/orchestration/test_vllm_run.py
 
 # AgentEvo beside it, so that it is an engine: what vLLM has brought stays as it is.
 build/vllm/.agentevo: build/vllm/.installed pyproject.toml
 	build/vllm/bin/python -m pip install --quiet --constraint benchmarks/requirements-vllm.txt --editable '.[lora,serve]' hypothesis pytest pytest-timeout
 	touch $@
 
+# vLLM's models that see need torchvision. A build for another torch can't be imported, and nothing else could either.
 build/vllm/.installed: benchmarks/requirements-vllm.txt
 	$(PYTHON) -m venv build/vllm
 	build/vllm/bin/python -m pip install --quiet $(TORCH_INDEX_ARGS) $$(grep ^torch== $<)
 	build/vllm/bin/python -m pip install --quiet --no-deps --requirement $<
+	build/vllm/bin/python -m pip install --quiet --no-deps $(TORCH_INDEX_ARGS) torchvision==0.28.0
+	build/vllm/bin/python -c "import torchvision" || build/vllm/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
 # What real trackers make of what we log, each in an environment of its own (build/trackers): minutes and GBs, so CI does without.

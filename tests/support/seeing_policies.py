@@ -117,10 +117,10 @@ async def play_two_turns(
     return [(first, answer), (second, await ask(engine, second, session="s"))]
 
 
-def seeing_policy(name: str) -> SeeingPolicy:
-    """`name`: of tiny_vision.FAMILIES or VARIANTS."""
+def seeing_policy(name: str, **text: Any) -> SeeingPolicy:
+    """`name`: of tiny_vision.FAMILIES or VARIANTS. `text`: other values of the part for text."""
     with TemporaryDirectory() as folder:
-        loaded = load_seeing(write_tiny_vision(name, Path(folder)))
+        loaded = load_seeing(write_tiny_vision(name, Path(folder), **text))
 
     model: Any = loaded.model
     alone: Any = copy.deepcopy(model)

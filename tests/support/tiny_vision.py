@@ -108,14 +108,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> the family's name, and other values of the part for text."""
 
 
-def write_tiny_vision(name: str, folder: Path, seed: int = 0) -> Path:
+def write_tiny_vision(name: str, folder: Path, seed: int = 0, **text: Any) -> Path:
     """Writes the model, the tokenizer and the image processor of a family or of VARIANTS into a
     folder, as `model.name` takes it. The weights are random, of a size with which log-probs depend
-    on the input."""
+    on the input. `text`: other values of the part for text."""
     family, changes = VARIANTS.get(name, (name, {}))
     parts = tiny_vision(family)
     settings = parts.config.to_dict()
-    settings["text_config"] |= changes
+    settings["text_config"] |= changes | text
     for key in ("vocab_size", "vocab_size_per_layer_input"):  # as real models, more than tokens
         if key in settings["text_config"]:
             settings["text_config"][key] = 288

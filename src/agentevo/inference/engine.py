@@ -165,8 +165,8 @@ def check_images(prompt_ids: Sequence[int], images: Sequence[PromptImage]) -> No
 def why_text_only(section: EngineSection) -> str:
     """Why an engine with these settings refuses images, whatever its model; empty if it does not,
     or if it is of another package."""
-    if section.type in ("vllm", "sglang"):
-        return f"engine.type={section.type} can't be shown images: set engine.type=torch, which can"
+    if section.type == "sglang":
+        return "engine.type=sglang can't be shown images: set engine.type=torch, which can"
     if section.batch_invariant:
         return "engine.batch_invariant holds for text only: leave the key out for images"
     return ""

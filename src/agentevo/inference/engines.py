@@ -38,6 +38,15 @@ def check_engine(section: EngineSection) -> None:
         check_options(section)
 
 
+def check_model(section: EngineSection, model: PreTrainedModel) -> None:
+    """Raises ConfigError for a model that the engine can't serve. Its weights are not read, and
+    nothing is started. SGLang and engines of other packages check it when they start."""
+    if section.type == "vllm":
+        from agentevo.inference.vllm.models import check_model
+
+        check_model(model)
+
+
 def rounding_options(section: EngineSection) -> list[str]:
     """The options, as NAME=VALUE, that make the engine compute less precisely than its dtype:
     quantized weights, or rounded keys and values. Raises ConfigError for invalid options."""

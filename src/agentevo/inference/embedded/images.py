@@ -5,7 +5,7 @@ compare numbers, and prompts that differ only in an image share nothing from its
 code that builds a pass turns keys into what the model reads: ids, positions on the model's axes,
 the type of each token, and the features of the images.
 
-Each image is processed once, off the event loop, and encoded alone and once, so its features don't
+Each image is processed once (image_reader.py) and encoded alone and once, so its features don't
 depend on the other images of a step. They stay in a cache under (version of the weights, digest),
 without the version if no training and no adapter reaches tower and projector. A chunk of a prompt
 may end inside an image, since its features are taken by rows. Models in which the tokens of an
@@ -14,7 +14,6 @@ image see each other compute an image in one pass (`fit_chunk`).
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,8 +21,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.errors import DeadlineExceededError, EngineError, ImageError
-from agentevo.inference.engine import check_images
+from agentevo.errors import EngineError
+from agentevo.inference.image_reader import ImageReader
 from agentevo.models.token_rows import causal_model
 from agentevo.models.vision.features import (
     ImageEncoder,
@@ -34,15 +33,12 @@ from agentevo.models.vision.keys import ImageKeys
 from agentevo.models.vision.parts import vision_may_change
 from agentevo.models.vision.processor import ProcessedImage, VisionProcessor
 from agentevo.runtime.byte_cache import ByteCache
-from agentevo.runtime.event_loop import in_thread
-from agentevo.types.image_span import ImageSpan, feature_places
-from agentevo.types.images import ImageFile, PromptImage
+from agentevo.types.image_span import ImageSpan
+from agentevo.types.images import PromptImage
 
 if TYPE_CHECKING:
     from agentevo.inference.embedded.scheduler import Sequence as EngineSequence
 
-INLINE_BYTES = 2**16
-"""Files of so many bytes are hashed in less time than a thread needs to begin."""
 SHARE = 1 / 8
 """The most memory for features that no step needs now, as a share of the bytes of key-value
 memory."""
@@ -66,13 +62,12 @@ class EngineImages:
     def __init__(self, model: PreTrainedModel, processor: VisionProcessor, kv_bytes: int) -> None:
         """`kv_bytes`: the size of the engine's key-value memory."""
         self._processor = processor
-        self._feature = processor.family.feature
         self._feature_id = processor.feature_id
         self._first_key = int(model.config.get_text_config().vocab_size)
         self._keys = ImageKeys(self._first_key)
         self._grids: dict[str, tuple[int, ...]] = {}
+        self._reader = ImageReader(processor)
         self._features = ByteCache[tuple[int | None, str], ImageFeatures](int(SHARE * kv_bytes))
-        self._processing: dict[str, asyncio.Task[ProcessedImage]] = {}
         self._device = next(model.parameters()).device
         self._model = model
         self._may_change = vision_may_change(model)
@@ -85,39 +80,18 @@ class EngineImages:
         self, prompt_ids: Sequence[int], images: Sequence[PromptImage], deadline_s: float
     ) -> tuple[list[int], dict[str, ProcessedImage]]:
         """The keys of a prompt, and its images by digest. Does not await if there are none. Raises
-        EngineError for spans, ids and files that don't belong together, DeadlineExceededError for
-        images that aren't processed in time."""
-        check_images(prompt_ids, images)
-        spans = [image.span for image in images]
-        self._check_features(prompt_ids, spans)
+        as ImageReader.read."""
+        processed = await self._reader.read(prompt_ids, images, deadline_s)
+        if self.sees_both_ways and prompt_ids[-1] == self._feature_id:
+            raise EngineError(
+                "the prompt ends inside an image, whose tokens see each other: end it after the "
+                "token that closes the image"
+            )
         if not images:
             return list(prompt_ids), {}
 
-        try:
-            async with asyncio.timeout(deadline_s):
-                files = {image.span.digest: image.file for image in images}
-                await _check_bytes([image.file for image in images])
-                processed = {digest: await self._process(files[digest]) for digest in files}
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"the request's images were not processed within {deadline_s:g} s: raise "
-                "engine.timeout_s, or show fewer or smaller images"
-            ) from None
-
-        numbers = np.asarray(prompt_ids, dtype=np.int64)
-        for span in spans:
-            image = processed[span.digest]
-            grid = image.grid
-            facts = (grid, self._processor.count_features(image))
-            stated = (span.grid, len(feature_places(numbers, span)))
-            if stated != facts:
-                raise EngineError(
-                    f"the image {span.digest[:12]}... has the grid {grid} and {facts[1]} features, "
-                    f"and its span has {span.grid} and {stated[1]}: make prompts with the "
-                    "processor of this model and these settings"
-                )
-            self._grids[span.digest] = grid
-        return self._keys.intern(prompt_ids, spans).tolist(), processed
+        self._grids |= {digest: image.grid for digest, image in processed.items()}
+        return self._keys.intern(prompt_ids, [image.span for image in images]).tolist(), processed
 
     def fit_chunk(self, sequence: EngineSequence, count: int) -> int:
         """How many tokens a pass computes of a sequence that could have `count`: not a part of an
@@ -189,64 +163,14 @@ class EngineImages:
     def forget(self) -> None:
         """Drops all features and pixels that no request holds."""
         self._features.clear()
-        self._processor.forget_pixels()
+        self._reader.forget()
 
     def stats(self) -> dict[str, float]:
         """See Engine.stats."""
         return {
             "engine/encoded_images": self.encoded,
-            "engine/image_bytes": self._features.num_bytes + self._processor.pixel_bytes,
+            "engine/image_bytes": self._features.num_bytes + self._reader.num_bytes,
         }
-
-    def _check_features(self, ids: Sequence[int], spans: Sequence[ImageSpan]) -> None:
-        """Raises EngineError if the feature tokens are not those of the spans. No model notices
-        each such mistake."""
-        numbers = np.asarray(ids, dtype=np.int64)
-        total = int(np.count_nonzero(numbers == self._feature_id))
-        for span in spans:
-            if ids[span.offset] != self._feature_id:
-                raise EngineError(
-                    f"the image {span.digest[:12]}... begins at token {span.offset}, which is "
-                    f"{ids[span.offset]} and not {self._feature} ({self._feature_id}): make "
-                    "prompts with the processor of this model"
-                )
-            try:
-                total -= len(feature_places(numbers, span))
-            except ValueError as error:
-                raise EngineError(f"{error}: make prompts with the model's processor") from error
-
-        if total:
-            raise EngineError(
-                f"the prompt has {total} tokens {self._feature} outside of its images: give the "
-                "image of each"
-            )
-
-        if self.sees_both_ways and ids[-1] == self._feature_id:
-            raise EngineError(
-                "the prompt ends inside an image, whose tokens see each other: end it after the "
-                "token that closes the image"
-            )
-
-    async def _process(self, file: ImageFile) -> ProcessedImage:
-        digest = file.part.sha256
-        known = self._processor.processed(digest)
-        if known is not None:
-            return known
-
-        task = self._processing.get(digest)
-        if task is None:
-            task = asyncio.ensure_future(in_thread(self._processor.process, file))
-            self._processing[digest] = task
-            task.add_done_callback(lambda done: self._end_processing(digest, done))
-        try:
-            return await asyncio.shield(task)  # another request may wait for it
-        except ImageError as error:
-            raise EngineError(str(error)) from error
-
-    def _end_processing(self, digest: str, task: asyncio.Task[ProcessedImage]) -> None:
-        del self._processing[digest]
-        if not task.cancelled():
-            task.exception()  # whoever waits for the task raises it
 
     def _encode(self, image: ProcessedImage, model: PreTrainedModel, version: int) -> ImageFeatures:
         key = (version if self._may_change else None, image.digest)
@@ -308,21 +232,3 @@ def sees_both_ways(model: PreTrainedModel) -> bool:
         config.model_type == "gemma3"
         or getattr(text, "use_bidirectional_attention", None) == "vision"
     )
-
-
-async def _check_bytes(files: Sequence[ImageFile]) -> None:
-    """Raises EngineError for a file with another digest. Large files are read on a thread."""
-    if sum(len(file.data) for file in files) <= INLINE_BYTES:
-        damaged = _damaged(files)
-    else:
-        damaged = await in_thread(_damaged, files)
-
-    if damaged is not None:
-        raise EngineError(
-            f"the image {damaged.part.sha256[:12]}... has bytes of another SHA-256: send the file "
-            "that its digest names"
-        )
-
-
-def _damaged(files: Sequence[ImageFile]) -> ImageFile | None:
-    return next((file for file in files if not file.is_intact), None)

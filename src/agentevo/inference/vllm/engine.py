@@ -1,4 +1,4 @@
-"""vLLM as an engine. Only this module, `vllm_terms` and `vllm_weights` know vLLM's names.
+"""vLLM as an engine. Only the modules of this package know vLLM's names.
 
 vLLM runs in separate processes, which this process starts and ends. None of them listens on a
 network. vLLM starts with the model's weights from files in a temporary folder, and gets new weights
@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 
 from agentevo.config import EngineSection
 from agentevo.errors import (
-    ConfigError,
     DeadlineExceededError,
     EngineError,
     RequestTooLongError,
@@ -46,11 +45,11 @@ from agentevo.inference.engine import (
     check_request,
     check_score,
     check_tokens,
-    refuse_images,
-    why_text_only,
 )
 from agentevo.inference.token_listeners import tell
 from agentevo.inference.vllm.arguments import vllm_arguments
+from agentevo.inference.vllm.images import VllmImages, check_expanded
+from agentevo.inference.vllm.models import check_model
 from agentevo.inference.vllm.options import VllmOptions, read_options
 from agentevo.inference.vllm.terms import (
     VllmTokens,
@@ -58,12 +57,10 @@ from agentevo.inference.vllm.terms import (
     check_sampling,
     engine_arguments,
     load_vllm,
-    prompt_of,
     sampling_params_of,
     scoring_params,
 )
 from agentevo.inference.vllm.weights import (
-    adapter_refusal,
     places_of_workers,
     receive_in_workers,
     remove_weights,
@@ -82,6 +79,7 @@ from agentevo.models.compute.adapters import is_adapted
 from agentevo.models.compute.parameters import trained_weights
 from agentevo.models.compute.positions import context_length
 from agentevo.models.token_rows import banned_tokens, num_token_rows
+from agentevo.models.vision.parts import processor_of
 from agentevo.runtime.event_loop import in_thread, run_to_end
 from agentevo.types import Completion, FinishReason, SamplingParams
 from agentevo.types.images import PromptImage
@@ -112,23 +110,20 @@ class VllmEngine(PublishingEngine):
         super().__init__(model)
         self.config = config or EngineSection(type="vllm")
         options = read_options(self.config)
-        if (refusal := adapter_refusal(model)) is not None:
-            raise ConfigError(
-                f"engine.type=vllm can't serve {refusal} (model.lora): leave that out, or use "
-                "engine.type=torch"
-            )
-
+        check_model(model)
         self._vllm = load_vllm(options.start_timeout_s)
         passed_on = vllm_arguments(options)
         self._is_drafting = options.is_drafting
         self._tokenizer = tokenizer
         self._vocabulary = num_token_rows(model)
         num_rows = int(model.config.get_text_config().vocab_size)
-        self._unused = [*banned_tokens(model), *range(self._vocabulary, num_rows)]
+        self._banned = banned_tokens(model)
+        self._unused = [*self._banned, *range(self._vocabulary, num_rows)]
         self._context = options.max_model_len or context_length(model.config)
         self._folder = Path(tempfile.mkdtemp(prefix="agentevo-vllm-"))
         self._base = self._folder / "base"
         self._llm = self._start(options, passed_on)
+        self._images = VllmImages(processor_of(model), self._llm)
         self._adapter: Any = None
         """vLLM's object for the serving adapter; None if the model has no adapter."""
         self._version = NO_VERSION
@@ -179,7 +174,6 @@ class VllmEngine(PublishingEngine):
         check_request(sampling, deadline_s)
         check_sampling(sampling, is_drafting=self._is_drafting)
         check_prompt(prompt_ids, sampling, self._vocabulary)
-        refuse_images(images, why_text_only(self.config))
         self._check_room(prompt_ids, sampling.max_new_tokens)
 
         if sampling.stop_strings and self._tokenizer is None:
@@ -197,7 +191,7 @@ class VllmEngine(PublishingEngine):
             streams=streams,
             is_drafting=self._is_drafting,
         )
-        async with self._open_request(prompt_ids, params, deadline_s) as (name, outputs):
+        async with self._open_request(prompt_ids, images, params, deadline_s) as (name, outputs):
             async for answer in outputs:
                 (output,) = answer.outputs
                 if stopped:  # tokens that vLLM sampled before it received the abort
@@ -211,6 +205,8 @@ class VllmEngine(PublishingEngine):
                 if listen is not None and len(drawn.ids) > before:
                     tell(listen, drawn.ids[before:], drawn.logprobs[before:])
 
+            if images:
+                check_expanded(prompt_ids, answer.prompt_token_ids)
             self._count_context(len(prompt_ids), answer.num_cached_tokens or 0)
 
         if drawn.finish_reason not in ("stop", "length") and not stopped:
@@ -247,13 +243,18 @@ class VllmEngine(PublishingEngine):
         deadline_s: float,
         images: Sequence[PromptImage] = (),
     ) -> TokenScores:
-        """See ScoringEngine.score. Only at temperature 1."""
+        """See ScoringEngine.score. Only at temperature 1, and for models that are shown no
+        images."""
         check_score(context_ids, ids, temperature, deadline_s)
-        refuse_images(images, why_text_only(self.config))
         if temperature != 1:
             raise EngineError(
                 f"score: temperature={temperature:g}: vLLM computes log-probs of given tokens at "
                 "temperature 1 only: use that, or use engine.type=torch"
+            )
+        if self._banned:
+            raise EngineError(
+                "score: the model never samples tokens that stand for images, and vLLM gives them "
+                "a share of the log-probs of given tokens: use engine.type=torch"
             )
 
         all_ids = [*context_ids, *ids]
@@ -264,10 +265,9 @@ class VllmEngine(PublishingEngine):
         while True:  # again if new weights were loaded in between
             version = self._version
             tokens = VllmTokens()
-            async with self._open_request(all_ids, scoring_params(), ends - time.monotonic()) as (
-                _,
-                outputs,
-            ):
+            async with self._open_request(
+                all_ids, images, scoring_params(), ends - time.monotonic()
+            ) as (_, outputs):
                 async for answer in outputs:
                     (output,) = answer.outputs
                     tokens.add(output, SamplingParams())
@@ -478,13 +478,18 @@ class VllmEngine(PublishingEngine):
 
     @asynccontextmanager
     async def _open_request(
-        self, prompt_ids: Sequence[int], params: Any, deadline_s: float
+        self,
+        prompt_ids: Sequence[int],
+        images: Sequence[PromptImage],
+        params: Any,
+        deadline_s: float,
     ) -> AsyncIterator[tuple[str, AsyncIterator[Any]]]:
         """Opens a request to vLLM and yields its name and its outputs. The end of the block ends
         the request."""
         self.check()
+        ends = time.monotonic() + deadline_s
         name = str(next(self._numbers))
-        prompt = prompt_of(prompt_ids)
+        prompt = await self._images.prompt_of(prompt_ids, images, deadline_s)
 
         adapter = self._adapter
         if adapter is not None:
@@ -493,7 +498,7 @@ class VllmEngine(PublishingEngine):
         self._running.add(name)
         try:
             async with (
-                asyncio.timeout(deadline_s),
+                asyncio.timeout(ends - time.monotonic()),
                 aclosing(self._llm.generate(prompt, params, name, lora_request=adapter)) as outputs,
             ):
                 yield name, outputs

@@ -25,6 +25,7 @@ _REPLICAS = (
     "rollout.engines, or `agentevo launch`)"
 )
 _POLICY = "it changes the distribution that tokens are drawn from, which is then not the policy's"
+_IMAGES = "AgentEvo shows images itself, with the pixels of model.vision"
 _CODE = "AgentEvo's own code loads the weights, and other code is never run"
 
 REFUSED: Mapping[str, str] = {
@@ -51,6 +52,13 @@ REFUSED: Mapping[str, str] = {
     "max_lora_rank": _LORA,
     "lora_target_modules": _LORA,
     "default_mm_loras": _LORA,
+    "enable_tower_connector_lora": _LORA,
+    "limit_mm_per_prompt": _IMAGES,
+    "language_model_only": "set model.vision.images=false",
+    "mm_processor_kwargs": _IMAGES,
+    "mm_processor_cache_gb": _IMAGES,
+    "mm_device_do_normalize": _IMAGES,
+    "enable_mm_embeds": _IMAGES,
     "logprobs_mode": _LOGPROBS,
     "max_logprobs": "AgentEvo sets it",
     "generation_config": "requests have their own settings: set the section sampling",

@@ -19,6 +19,7 @@ from agentevo.inference.vllm.options import VllmOptions
 from agentevo.inference.vllm.weights import WeightLoader
 from agentevo.models.compute.adapters import is_adapted
 from agentevo.models.compute.positions import context_length
+from agentevo.models.vision.parts import has_tower, processor_of
 from agentevo.runtime.extras import load_extra
 from agentevo.types import MAX_TOP_LOGPROBS, Alternatives, SamplingParams
 from agentevo.types.penalties import Penalties
@@ -108,13 +109,6 @@ def adapter_of(folder: Path, *, fresh: bool = True) -> Any:
     return LoRARequest("policy", 1, str(folder), load_inplace=fresh)
 
 
-def prompt_of(ids: Sequence[int]) -> Any:
-    """vLLM's object for a prompt of tokens."""
-    from vllm.inputs.engine import tokens_input
-
-    return tokens_input(list(ids))
-
-
 def output_kind(name: str) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
@@ -160,7 +154,7 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MAX_TOP_LOGPROBS,
         "generation_config": "vllm",
-        "skip_tokenizer_init": True,
+        **_vision_arguments(model),
         "load_format": "safetensors",
         "worker_extension_cls": f"{WeightLoader.__module__}.{WeightLoader.__name__}",
         "disable_log_stats": True,
@@ -168,6 +162,19 @@ def engine_arguments(
         **steps,
         **adapters,
     }
+
+
+def _vision_arguments(model: PreTrainedModel) -> dict[str, Any]:
+    """The arguments for images and the tokenizer, which vLLM's processors of images need."""
+    if processor_of(model) is not None:
+        return {
+            "limit_mm_per_prompt": {"video": 0},
+            "mm_processor_cache_gb": 0,
+            "mm_device_do_normalize": False,  # the run's processor has normalized the pixels
+        }
+
+    hidden = {"language_model_only": True} if has_tower(model) else {}
+    return {"skip_tokenizer_init": True, **hidden}
 
 
 def sampling_params_of(

@@ -29,6 +29,7 @@ from agentevo.inference.weights.weight_checks import check_shapes
 from agentevo.models.compute.adapters import is_adapted
 from agentevo.models.files.save import no_progress_bars
 from agentevo.models.files.unused_tensors import write_unused
+from agentevo.models.vision.parts import processor_of
 from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.devices import identity
 
@@ -48,8 +49,9 @@ T = TypeVar("T")
 
 
 def write_base(model: PreTrainedModel, folder: Path, *, is_drafting: bool = False) -> None:
-    """Writes the model that vLLM starts with, without adapters. `is_drafting`: vLLM may draft with
-    the model's own heads, so they are written too."""
+    """Writes the model that vLLM starts with, without adapters. A model that is shown images comes
+    with its tokenizer and the files of its processor. `is_drafting`: vLLM may draft with the
+    model's own heads, so they are written too."""
     with no_progress_bars():
         if is_adapted(model):
             base: Any = model.get_base_model()  # type: ignore[operator]
@@ -65,22 +67,10 @@ def write_base(model: PreTrainedModel, folder: Path, *, is_drafting: bool = Fals
         if is_drafting:
             write_unused(model, folder, only_drafts=True)
 
-
-def adapter_refusal(model: Any) -> str | None:
-    """Why vLLM does not support the adapter of a model. None if it does, or if there is no
-    adapter."""
-    if not is_adapted(model):
-        return None
-
-    config = model.peft_config[model.active_adapter]
-    reasons = {
-        "a base in 8 or 4 bits": getattr(model.config, "quantization_config", None) is not None,
-        "DoRA": config.use_dora,
-        "trained biases": config.bias != "none",
-        "whole modules that are trained": bool(config.modules_to_save),
-        "ranks of their own for some layers": bool(config.rank_pattern or config.alpha_pattern),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+        processor = processor_of(model)
+        if processor is not None:
+            processor.save(folder)
+            processor.tokenizer.save_pretrained(folder)
 
 
 def write_adapter_weights(model: Any, weights: Weights, folder: Path) -> None:

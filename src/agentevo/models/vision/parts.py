@@ -131,6 +131,12 @@ def vision_may_change(model: nn.Module) -> bool:
     )
 
 
+def adapted_part(model: nn.Module) -> Part | None:
+    """A part of the model that has an adapter: the tower or the projector."""
+    names = (name for name, _ in vision_parameters(model) if _is_of_adapter(name))
+    return next((part_of(model, name) for name in names), None)
+
+
 def freeze_parts(model: nn.Module, parts: Collection[str]) -> None:
     """Makes these parts constants of the training. Raises ModelError for adapters in them."""
     for name, parameter in vision_parameters(model, parts):

@@ -12,7 +12,7 @@ from agentevo.config.agents import AgentSection, CodeAgentSection
 from agentevo.config.algorithm_functions import check_names
 from agentevo.config.parallel import follows, world_size
 from agentevo.errors import ConfigError, TrainingError, UnusableCheckpointError
-from agentevo.inference.engines import check_engine
+from agentevo.inference.engines import check_engine, check_model
 from agentevo.inference.serving.secret import RunSecret
 from agentevo.inference.weights.transports import check_transport
 from agentevo.models.chat.chat_format import chat_of
@@ -188,6 +188,8 @@ def check_dry(
     if not goes_on:
         lines = refusals.collect(check_weights, config) or []
         loaded = refusals.collect(check_unloaded, config)
+        if command == "train" and loaded is not None:
+            refusals.collect(check_model, config.engine, loaded.model)
         if command == "train" and loaded is not None and len(_policies(config)) == 1:
             images = {} if given_tasks is None else given_tasks.images
             refusals.collect(check_sees, config, images, [chat_of(loaded)])
