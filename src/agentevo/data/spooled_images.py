@@ -24,7 +24,7 @@ from agentevo.types import ImagePart
 from agentevo.types.images import ImageFile
 
 
-class _Place(NamedTuple):
+class _FilePlace(NamedTuple):
     """Where an image is in the file."""
 
     offset: int
@@ -36,7 +36,7 @@ class SpooledImages(MutableMapping[str, ImageFile]):
     """Maps a digest to its image. See the module."""
 
     def __init__(self) -> None:
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _FilePlace] = {}
         self._file: IO[bytes] | None = None
         self._end = 0
         self._lock = threading.Lock()
@@ -57,7 +57,7 @@ class SpooledImages(MutableMapping[str, ImageFile]):
                     "more"
                 ) from error
 
-            self._places[digest] = _Place(self._end, len(image.data), image.part.media_type)
+            self._places[digest] = _FilePlace(self._end, len(image.data), image.part.media_type)
             self._end += len(image.data)
 
     def __getitem__(self, digest: str) -> ImageFile:

@@ -20,7 +20,7 @@ INLINE_BYTES = 2**16
 """Files of so many bytes are hashed in less time than a thread needs to begin."""
 
 
-class ImageReader:
+class RequestImageReader:
     """See the module. It belongs to one event loop."""
 
     def __init__(self, processor: VisionProcessor) -> None:
@@ -99,7 +99,7 @@ class ImageReader:
 
     async def _process(self, file: ImageFile) -> ProcessedImage:
         digest = file.part.sha256
-        known = self._processor.processed(digest)
+        known = self._processor.kept_image(digest)
         if known is not None:
             return known
 
@@ -122,9 +122,9 @@ class ImageReader:
 async def _check_bytes(files: Sequence[ImageFile]) -> None:
     """Raises EngineError for a file with another digest. Large files are read on a thread."""
     if sum(len(file.data) for file in files) <= INLINE_BYTES:
-        damaged = _damaged(files)
+        damaged = _find_damaged(files)
     else:
-        damaged = await in_thread(_damaged, files)
+        damaged = await in_thread(_find_damaged, files)
 
     if damaged is not None:
         raise EngineError(
@@ -133,5 +133,5 @@ async def _check_bytes(files: Sequence[ImageFile]) -> None:
         )
 
 
-def _damaged(files: Sequence[ImageFile]) -> ImageFile | None:
+def _find_damaged(files: Sequence[ImageFile]) -> ImageFile | None:
     return next((file for file in files if not file.is_intact), None)

@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.errors import EngineError
-from agentevo.inference.image_reader import ImageReader
+from agentevo.inference.image_reader import RequestImageReader
 from agentevo.models.token_rows import causal_model
 from agentevo.models.vision.features import (
     ImageEncoder,
@@ -66,7 +66,7 @@ class EngineImages:
         self._first_key = int(model.config.get_text_config().vocab_size)
         self._keys = ImageKeys(self._first_key)
         self._grids: dict[str, tuple[int, ...]] = {}
-        self._reader = ImageReader(processor)
+        self._reader = RequestImageReader(processor)
         self._features = ByteCache[tuple[int | None, str], ImageFeatures](int(SHARE * kv_bytes))
         self._device = next(model.parameters()).device
         self._model = model
@@ -80,7 +80,7 @@ class EngineImages:
         self, prompt_ids: Sequence[int], images: Sequence[PromptImage], deadline_s: float
     ) -> tuple[list[int], dict[str, ProcessedImage]]:
         """The keys of a prompt, and its images by digest. Does not await if there are none. Raises
-        as ImageReader.read."""
+        as RequestImageReader.read."""
         processed = await self._reader.read(prompt_ids, images, deadline_s)
         if self.sees_both_ways and prompt_ids[-1] == self._feature_id:
             raise EngineError(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentevo.errors import EngineError
 from agentevo.inference.engine import CANT_SEE, refuse_images
-from agentevo.inference.image_reader import ImageReader
+from agentevo.inference.image_reader import RequestImageReader
 from agentevo.types.image_span import ImageSpan
 from agentevo.types.images import PromptImage
 
@@ -28,7 +28,7 @@ class VllmImages:
 
     def __init__(self, processor: VisionProcessor | None, llm: Any) -> None:
         """`processor`: None for a model that is shown no images. `llm`: vLLM's engine."""
-        self._reader = None if processor is None else ImageReader(processor)
+        self._reader = None if processor is None else RequestImageReader(processor)
         self._processor: Any = None if processor is None else llm.renderer.get_mm_processor()
 
     async def prompt_of(

@@ -207,7 +207,7 @@ class VisionProcessor:
     def process(self, file: ImageFile) -> ProcessedImage:
         """The pixel tensors and tokens of an image. They are kept for the images that were
         processed last. Raises ImageError."""
-        processed = self.processed(file.part.sha256)
+        processed = self.kept_image(file.part.sha256)
         if processed is None or not file.is_intact:
             processed = self._process(file)
             with self._processed_lock:
@@ -215,7 +215,7 @@ class VisionProcessor:
                     self._processed.put(processed.digest, processed, processed.num_bytes)
         return processed
 
-    def processed(self, digest: str) -> ProcessedImage | None:
+    def kept_image(self, digest: str) -> ProcessedImage | None:
         """The image, if `process` has kept it."""
         with self._processed_lock:
             return self._processed.get(digest)
