@@ -5,6 +5,7 @@ import math
 
 import msgspec
 import pytest
+from seeing_policies import BLUE, RED, play_two_turns, seeing_policy
 
 from agentevo.agents import Policy
 from agentevo.config import ModelSection, TinyModel
@@ -17,7 +18,8 @@ from agentevo.models.files.load import load_model
 from agentevo.runs.doctor import group_checks as checks
 from agentevo.runs.doctor import memory_measures
 from agentevo.runs.doctor.memory_estimate import Load, engine_weights, sizes_of, total
-from agentevo.types import Message, SamplingParams, Trajectory
+from agentevo.types import Completion, Message, SamplingParams, Trajectory, Turn
+from agentevo.types.image_span import ImageSpan
 
 SAMPLING = SamplingParams(temperature=1.3, max_new_tokens=6)
 
@@ -114,6 +116,56 @@ def test_every_turn_of_a_branched_attempt_is_compared_once(loaded, group):
     num_tokens, difference = checks.max_logprob_difference(loaded.model, [branched], SAMPLING)
     assert num_tokens == branched.num_completion_tokens()
     assert difference > 1.0
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "idefics3"])
+def test_attempts_with_images_are_compared_with_their_images(name):
+    policy = seeing_policy(name)
+    engine = TorchEngine(policy.model, policy.processor.tokenizer)
+    (first, answer), (second, other_answer) = asyncio.run(play_two_turns(policy, engine))
+    length = len(first.ids) + len(answer.ids)
+    turns = [
+        turn_of(0, None, first.ids, answer, [image.span for image in first.images]),
+        turn_of(
+            1,
+            0,
+            second.ids[length:],
+            other_answer,
+            [i.span.shifted(-length) for i in second.images[len(first.images) :]],
+        ),
+    ]
+    trajectory = Trajectory(id="a", task_id="t", group_id="t", attempt=0, turns=turns)
+    files = {image.file.part.sha256: image.file for image in second.images}
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=10)
+
+    num_tokens, difference = checks.max_logprob_difference(
+        policy.model, [trajectory], sampling, files
+    )
+    assert num_tokens == len(answer.ids) + len(other_answer.ids)
+    assert difference < 1e-4
+
+    files[RED.part.sha256] = BLUE
+    assert checks.max_logprob_difference(policy.model, [trajectory], sampling, files)[1] > 1e-3
+
+
+def turn_of(
+    index: int,
+    parent: int | None,
+    prompt_ids: list[int],
+    completion: Completion,
+    images: list[ImageSpan],
+) -> Turn:
+    return Turn(
+        index=index,
+        parent=parent,
+        prompt_ids=prompt_ids,
+        completion_ids=completion.ids,
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        finish_reason=completion.finish_reason,
+        seed=0,
+        images=tuple(images),
+    )
 
 
 def test_an_edited_prompt_shows_in_every_turn_after_it(group):

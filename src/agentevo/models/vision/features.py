@@ -158,6 +158,23 @@ def needs_types(model: PreTrainedModel) -> bool:
     return causal_model(model).config.model_type in _TYPE_ARGUMENTS
 
 
+def pixel_arguments(
+    model: PreTrainedModel, input_ids: torch.Tensor, images: Sequence[ProcessedImage]
+) -> dict[str, torch.Tensor]:
+    """The arguments with which transformers' own `forward` reads `input_ids` [B, L] with their
+    images, from pixels and with positions of its own. `images`: in the order of the feature tokens,
+    row by row. Empty for a model that reads no images."""
+    processor = processor_of(model)
+    if processor is None:
+        return {}
+
+    model_type = causal_model(model).config.model_type
+    name = "mm_token_type_ids" if model_type.startswith("qwen") else _TYPE_ARGUMENTS.get(model_type)
+    types = {name: (input_ids == processor.feature_id).long()} if name else {}
+    pixels = {key: tensor.to(input_ids.device) for key, tensor in processor.join(images).items()}
+    return {**pixels, **types}
+
+
 def position_ids(positions: torch.Tensor) -> torch.Tensor:
     """The argument of the model's `forward` for positions [A, B, L] int64: [3, B, L] for M-RoPE,
     and [B, L] for models whose positions have one axis."""

@@ -48,6 +48,7 @@ from agentevo.training.batching.partition import split_by_tokens
 from agentevo.training.supervised import plan_batches
 from agentevo.training.tree import build_tree
 from agentevo.types import Sample, Task, Trajectory
+from agentevo.types.images import ImageFile
 
 LARGEST_BATCHES = 8
 """The number of batches, those with most tokens, among which the largest in memory is sought."""
@@ -110,7 +111,9 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
                 *_judge_drift(list(sampler.conversations.values())),
                 checks.describe_computation(describe_rows(parts.model)),
                 checks.judge_logprobs(
-                    *measure.max_logprob_difference(parts.model, attempts_with_turns, sampling),
+                    *measure.max_logprob_difference(
+                        parts.model, attempts_with_turns, sampling, sampler.images
+                    ),
                     config.model.dtype,
                 ),
             ]
@@ -163,6 +166,14 @@ class _WatchedSampler(Sampler):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.conversations: dict[str, Conversation] = {}
+
+    @property
+    def images(self) -> dict[str, ImageFile]:
+        """The images of the attempts, by digest."""
+        files: dict[str, ImageFile] = {}
+        for conversation in self.conversations.values():
+            files |= conversation.images.files
+        return files
 
     def group(self, task: Task, **options: Any) -> RolloutGroup:
         """See Sampler.group."""

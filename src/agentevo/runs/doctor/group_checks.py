@@ -9,8 +9,9 @@ packing, attention) can therefore not hide an error.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,9 +30,11 @@ from agentevo.inference.engine import (
 )
 from agentevo.models.compute.attention import NAME
 from agentevo.models.compute.rows import row_settings
-from agentevo.models.token_rows import token_logits
-from agentevo.types import Completion, SamplingParams, Trajectory, Turn
-from agentevo.types.images import PromptImage
+from agentevo.models.token_rows import decoder_of, token_logits
+from agentevo.models.vision.features import pixel_arguments
+from agentevo.models.vision.parts import processor_of
+from agentevo.types import Completion, SamplingParams, Trajectory, Turn, images_of_context
+from agentevo.types.images import ImageFile, PromptImage
 
 Request = tuple[tuple[int, ...], tuple[int, ...]]
 """A request to the engine and its answer, as token ids."""
@@ -162,10 +165,14 @@ def whole_paths(trajectory: Trajectory) -> list[list[int]]:
 
 @torch.inference_mode()
 def max_logprob_difference(
-    model: PreTrainedModel, trajectories: Sequence[Trajectory], sampling: SamplingParams
+    model: PreTrainedModel,
+    trajectories: Sequence[Trajectory],
+    sampling: SamplingParams,
+    files: Mapping[str, ImageFile] = MappingProxyType({}),
 ) -> tuple[int, float]:
     """(sampled tokens, largest |recorded log-prob - log-prob by a full forward pass over its path|
-    in nats). NaN if any is not a number."""
+    in nats). NaN if any is not a number. `files`: the images of the attempts, by digest."""
+    processor = processor_of(model)
     differences = [torch.zeros(0)]
     with _own_attention(model):
         for trajectory in trajectories:
@@ -174,7 +181,11 @@ def max_logprob_difference(
                 ids = torch.tensor(
                     [*trajectory.context_ids(leaf.index), *leaf.completion_ids], device=model.device
                 )
-                outputs = model(input_ids=ids[None], use_cache=False)
+                spans = images_of_context(trajectory.turns, leaf.index) if processor else []
+                images = [processor.process(files[span.digest]) for span in spans]
+                arguments = pixel_arguments(model, ids[None], images)
+                _forget_positions(model)
+                outputs = model(input_ids=ids[None], use_cache=False, **arguments)
                 logits = token_logits(model, outputs.logits[0]).float()  # [positions, tokens]
                 for turn in _path(trajectory, leaf):
                     if turn.index not in seen_turns:
@@ -190,6 +201,13 @@ def max_logprob_difference(
 
     distances = torch.cat(differences)
     return len(distances), float(distances.max()) if len(distances) else 0.0
+
+
+def _forget_positions(model: PreTrainedModel) -> None:
+    """Models with M-RoPE remember how far an image has shifted the positions of the last pass."""
+    decoder = decoder_of(model)
+    if hasattr(decoder, "rope_deltas"):
+        decoder.rope_deltas = None
 
 
 def _path(trajectory: Trajectory, leaf: Turn) -> list[Turn]:
