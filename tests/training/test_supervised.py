@@ -135,6 +135,26 @@ def test_epochs_batches_and_progress(loaded, chat):
     assert [loss for *_, loss in seen] == losses
 
 
+def test_training_ends_after_the_first_pass_whose_mean_loss_is_low_enough(chat):
+    class Scripted:
+        """A trainer with these losses."""
+
+        losses = iter([3.0, 1.0, 1.0, 1.9, 1.0, 1.0])
+
+        def step(self, samples):
+            return {"sft/loss": next(self.losses)}
+
+    losses = train_supervised(
+        [conversation_sample(OTHER, chat, str(n)) for n in range(4)],
+        ColdStartSection(epochs=9, batch_episodes=2, until_loss=1.5),
+        TrainerSection(),
+        make=lambda settings, steps: Scripted(),
+        seed=0,
+        progress=no_progress,
+    )
+    assert losses == [3.0, 1.0, 1.0, 1.9], "the mean of a pass, not the last loss"
+
+
 def test_samples_of_one_episode_stay_in_one_batch(loaded, chat):
     """An agent without memory has a conversation for every turn; `batch_episodes` counts episodes
     all the same."""

@@ -460,6 +460,9 @@ class ColdStartSection(Section):
     """Number of demonstration episodes. The solver plays them on separate seeds."""
     epochs: int = Field(default=1, ge=1)
     """Passes over the demonstrations."""
+    until_loss: float = Field(default=0.0, ge=0)
+    """End after the first pass whose mean loss per token, in nats, is at most this, so that RL
+    begins at the same place whatever the seed. 0: every pass is made."""
     batch_episodes: int = Field(default=32, ge=1)
     """Episodes per optimizer step."""
     learning_rate: float = Field(default=1e-3, gt=0)

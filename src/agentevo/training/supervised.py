@@ -280,9 +280,10 @@ def train_supervised(
     """`section.epochs` passes over the episodes (samples of one `trajectory_id`) in random order;
     returns the mean loss per token, in nats, of every optimizer step.
 
-    `progress(step, total, loss)` is called after each. Training ends early when `stop()` is true
-    before a step. Gradient norm limit and micro-batch size are the trainer's. `make(settings,
-    steps)`: the trainer that makes the steps. `images`: those of the samples, by digest.
+    `progress(step, total, loss)` is called after each. Training ends early after a pass whose mean
+    loss is at most `section.until_loss`, and when `stop()` is true before a step. Gradient norm
+    limit and micro-batch size are the trainer's. `make(settings, steps)`: the trainer that makes
+    the steps. `images`: those of the samples, by digest.
     """
     settings = SFTSection(
         epochs=section.epochs,
@@ -303,6 +304,7 @@ def train_supervised(
         {name: sum(len(s.ids) for s in rows) for name, rows in episodes.items()}, settings, seed
     )
     supervised = make(settings, len(batches))
+    per_pass = len(batches) // section.epochs
     losses: list[float] = []
     for batch in batches:
         if stop():
@@ -312,5 +314,9 @@ def train_supervised(
             supervised.show(images_of_samples(shown, images))
         losses.append(supervised.step(shown)["sft/loss"])
         progress(len(losses), len(batches), losses[-1])
+        if section.until_loss and len(losses) % per_pass == 0:
+            mean_loss = sum(losses[-per_pass:]) / per_pass
+            if mean_loss <= section.until_loss:
+                break
 
     return losses

@@ -3,6 +3,7 @@ begins with a policy that knows the format and the basics."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -98,13 +99,13 @@ def cold_start(
             images=images,
         )
 
-    trained = sum(s.num_trained for s in samples) * section.epochs
-    return (
-        {
-            "cold_start/loss_first": losses[0],
-            "cold_start/loss_last": losses[-1],
-            "cold_start/tokens": float(trained),
-        }
-        if losses
-        else {}
-    )
+    if not losses:
+        return {}
+
+    num_episodes = len({sample.trajectory_id for sample in samples})
+    passes = len(losses) / math.ceil(num_episodes / section.batch_episodes)
+    return {
+        "cold_start/loss_first": losses[0],
+        "cold_start/loss_last": losses[-1],
+        "cold_start/tokens": sum(sample.num_trained for sample in samples) * passes,
+    }
