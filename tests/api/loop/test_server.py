@@ -21,6 +21,7 @@ from loop_server import URL, served
 import agentevo
 from agentevo.api.loop.client import Client
 from agentevo.api.loop.records import ModelNotOpenError, SealError, UnknownAttemptError
+from agentevo.api.loop.routes import MAX_BODY
 from agentevo.api.loop.wire import WireFailure, error_of, failure_of
 from agentevo.errors import (
     AgentEvoError,
@@ -98,9 +99,9 @@ def test_what_the_server_refuses(tmp_path):
                 answer = await http.post("/loop/v1/models/mine", content=content)
                 assert answer.status_code == 400, content
 
-            long = await http.post("/loop/v1/models/mine", content=b" " * (17 * 2**20))
+            long = await http.post("/loop/v1/models/mine", content=b" " * (MAX_BODY + 1))
             assert long.status_code == 413
-            assert b"longer than 16777216 bytes" in long.content
+            assert f"longer than {MAX_BODY} bytes" in long.text
             for answer in (
                 await http.put("/loop/v1/models/mine"),
                 await http.get("/loop/v1/models/mine/no/such/route"),
