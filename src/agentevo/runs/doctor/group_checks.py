@@ -181,8 +181,14 @@ def max_logprob_difference(
                 ids = torch.tensor(
                     [*trajectory.context_ids(leaf.index), *leaf.completion_ids], device=model.device
                 )
-                spans = images_of_context(trajectory.turns, leaf.index) if processor else []
-                images = [processor.process(files[span.digest]) for span in spans]
+                images = (
+                    [
+                        processor.process(files[span.digest])
+                        for span in images_of_context(trajectory.turns, leaf.index)
+                    ]
+                    if processor is not None
+                    else []
+                )
                 arguments = pixel_arguments(model, ids[None], images)
                 _forget_positions(model)
                 outputs = model(input_ids=ids[None], use_cache=False, **arguments)
