@@ -42,9 +42,9 @@ def check_model(section: EngineSection, model: PreTrainedModel) -> None:
     """Raises ConfigError for a model that the engine can't serve. Its weights are not read, and
     nothing is started. SGLang and engines of other packages check it when they start."""
     if section.type == "vllm":
-        from agentevo.inference.vllm.models import check_model
+        from agentevo.inference.vllm.models import check_vllm_model
 
-        check_model(model)
+        check_vllm_model(model)
 
 
 def rounding_options(section: EngineSection) -> list[str]:

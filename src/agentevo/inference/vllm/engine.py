@@ -49,7 +49,7 @@ from agentevo.inference.engine import (
 from agentevo.inference.token_listeners import tell
 from agentevo.inference.vllm.arguments import vllm_arguments
 from agentevo.inference.vllm.images import VllmImages, check_expanded
-from agentevo.inference.vllm.models import check_model
+from agentevo.inference.vllm.models import check_vllm_model
 from agentevo.inference.vllm.options import VllmOptions, read_options
 from agentevo.inference.vllm.terms import (
     VllmTokens,
@@ -110,7 +110,7 @@ class VllmEngine(PublishingEngine):
         super().__init__(model)
         self.config = config or EngineSection(type="vllm")
         options = read_options(self.config)
-        check_model(model)
+        check_vllm_model(model)
         self._vllm = load_vllm(options.start_timeout_s)
         passed_on = vllm_arguments(options)
         self._is_drafting = options.is_drafting

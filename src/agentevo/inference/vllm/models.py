@@ -17,7 +17,7 @@ FAMILIES = ("qwen",)
 form of their own."""
 
 
-def check_model(model: PreTrainedModel) -> None:
+def check_vllm_model(model: PreTrainedModel) -> None:
     """Raises ConfigError for a model that vLLM can't serve, and MissingExtraError for one that sees
     without the package that vLLM's models need for it. The weights are not read."""
     if (refusal := adapter_refusal(model)) is not None:

@@ -33,7 +33,14 @@ from agentevo.models.compute.rows import row_settings
 from agentevo.models.token_rows import decoder_of, token_logits
 from agentevo.models.vision.features import pixel_arguments
 from agentevo.models.vision.parts import processor_of
-from agentevo.types import Completion, SamplingParams, Trajectory, Turn, images_of_context
+from agentevo.types import (
+    Completion,
+    SamplingParams,
+    Trajectory,
+    Turn,
+    images_of_context,
+    path_of,
+)
 from agentevo.types.images import ImageFile, PromptImage
 
 Request = tuple[tuple[int, ...], tuple[int, ...]]
@@ -181,19 +188,13 @@ def max_logprob_difference(
                 ids = torch.tensor(
                     [*trajectory.context_ids(leaf.index), *leaf.completion_ids], device=model.device
                 )
-                images = (
-                    [
-                        processor.process(files[span.digest])
-                        for span in images_of_context(trajectory.turns, leaf.index)
-                    ]
-                    if processor is not None
-                    else []
-                )
+                spans = images_of_context(trajectory.turns, leaf.index)
+                images = [processor.process(files[s.digest]) for s in spans] if processor else []
                 arguments = pixel_arguments(model, ids[None], images)
                 _forget_positions(model)
                 outputs = model(input_ids=ids[None], use_cache=False, **arguments)
                 logits = token_logits(model, outputs.logits[0]).float()  # [positions, tokens]
-                for turn in _path(trajectory, leaf):
+                for turn in path_of(trajectory.turns, leaf.index):
                     if turn.index not in seen_turns:
                         seen_turns.add(turn.index)
                         start = len(trajectory.context_ids(turn.index))
@@ -214,14 +215,6 @@ def _forget_positions(model: PreTrainedModel) -> None:
     decoder = decoder_of(model)
     if hasattr(decoder, "rope_deltas"):
         decoder.rope_deltas = None
-
-
-def _path(trajectory: Trajectory, leaf: Turn) -> list[Turn]:
-    """The turns from the leaf to its root."""
-    path = [leaf]
-    while path[-1].parent is not None:
-        path.append(trajectory.turns[path[-1].parent])
-    return path
 
 
 @contextmanager
