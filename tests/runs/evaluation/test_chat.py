@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -276,6 +277,45 @@ def test_ctrl_c_once_more_than_needed_ends_nothing(scripted, monkeypatch, capsys
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     assert main(["chat", "run"]) == 0
     assert scripted == [["One"], ["One", "first", "Two"]]
+
+
+def test_ctrl_c_just_before_the_wait_for_an_answer_ends_it(scripted, monkeypatch, capsys):
+    presses = iter([lambda: os.kill(os.getpid(), signal.SIGINT)])
+    wait = threading.Condition.wait
+
+    class Slow(Scripted):
+        """Would answer the first question for ever."""
+
+        def answer(self, history: Sequence[Message]) -> Message | None:
+            with monkeypatch.context() as patches:
+                patches.setattr(threading.Condition, "wait", press_and_wait)
+                return super().answer(history)
+
+        async def _answer(self, history: Sequence[Message], show: Callable[[str], None]) -> Message:
+            if len(history) == 1 and history[0].text == "One":
+                await asyncio.sleep(1000)
+            return Message("assistant", "an answer")
+
+    def press_and_wait(condition: threading.Condition, timeout: float | None = None) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            return wait(condition, timeout)
+        next(presses, lambda: None)()
+        assert wait(condition, 300), "nobody woke the one who waits for the answer"
+        return True
+
+    monkeypatch.setattr(chat_module, "ChatModel", Slow)
+    typed = iter(["One", "Two"])
+
+    def type_line(prompt: str) -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", type_line)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    assert main(["chat", "run"]) == 0
+    assert " [ended]" in capsys.readouterr().out
 
 
 def test_ctrl_c_while_the_model_is_loaded_promises_no_checkpoint(monkeypatch, capsys):
