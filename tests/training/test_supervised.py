@@ -135,24 +135,47 @@ def test_epochs_batches_and_progress(loaded, chat):
     assert [loss for *_, loss in seen] == losses
 
 
-def test_training_ends_after_the_first_pass_whose_mean_loss_is_low_enough(chat):
-    class Scripted:
-        """A trainer with these losses."""
+class Scripted:
+    """A trainer with these losses."""
 
-        losses = iter([3.0, 1.0, 1.0, 1.9, 1.0, 1.0])
+    def __init__(self, losses):
+        self.losses = iter(losses)
 
-        def step(self, samples):
-            return {"sft/loss": next(self.losses)}
+    def step(self, samples):
+        return {"sft/loss": next(self.losses)}
 
-    losses = train_supervised(
-        [conversation_sample(OTHER, chat, str(n)) for n in range(4)],
-        ColdStartSection(epochs=9, batch_episodes=2, until_loss=1.5),
+
+def train_scripted(chat, losses, **section):
+    """The losses of a cold start of three equal episodes, two a step, and its warnings."""
+    warnings = []
+    made = train_supervised(
+        [conversation_sample(OTHER, chat, str(n)) for n in range(3)],
+        ColdStartSection(batch_episodes=2, **section),
         TrainerSection(),
-        make=lambda settings, steps: Scripted(),
+        make=lambda settings, steps: Scripted(losses),
         seed=0,
         progress=no_progress,
+        warn=warnings.append,
     )
-    assert losses == [3.0, 1.0, 1.0, 1.9], "the mean of a pass, not the last loss"
+    return made, warnings
+
+
+def test_training_ends_after_the_first_pass_whose_mean_loss_is_low_enough(chat):
+    losses = [2.0, 0.9, 1.0, 2.1, 1.0, 1.0]
+    made, warnings = train_scripted(chat, losses, epochs=9, until_loss=1.5)
+
+    assert made == losses[:4], "the mean of a pass over its tokens, not its last loss"
+    assert not warnings
+
+
+def test_a_loss_that_no_pass_reaches_is_a_warning(chat):
+    losses = [3.0, 1.0, 2.0, 2.0]
+    made, warnings = train_scripted(chat, losses, epochs=2, until_loss=1.5)
+    assert made == losses
+    assert ["2.000 nats per token, above cold_start.until_loss=1.5" in text for text in warnings]
+    assert len(warnings) == 1
+
+    assert train_scripted(chat, [0.0] * 4, epochs=2) == ([0.0] * 4, []), "no such loss is set"
 
 
 def test_samples_of_one_episode_stay_in_one_batch(loaded, chat):

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -275,15 +276,17 @@ def train_supervised(
     seed: int,
     progress: Callable[[int, int, float], None],
     stop: Callable[[], bool] = lambda: False,
+    warn: Callable[[str], None] = lambda text: None,
     images: Mapping[str, ImageFile] = NO_IMAGES,
 ) -> list[float]:
     """`section.epochs` passes over the episodes (samples of one `trajectory_id`) in random order;
     returns the mean loss per token, in nats, of every optimizer step.
 
     `progress(step, total, loss)` is called after each. Training ends early after a pass whose mean
-    loss is at most `section.until_loss`, and when `stop()` is true before a step. Gradient norm
-    limit and micro-batch size are the trainer's. `make(settings, steps)`: the trainer that makes
-    the steps. `images`: those of the samples, by digest.
+    loss per token is at most `section.until_loss`, and when `stop()` is true before a step.
+    `warn(text)` is called if no pass reaches that loss. Gradient norm limit and micro-batch size
+    are the trainer's. `make(settings, steps)`: the trainer that makes the steps. `images`: those of
+    the samples, by digest.
     """
     settings = SFTSection(
         epochs=section.epochs,
@@ -306,17 +309,25 @@ def train_supervised(
     supervised = make(settings, len(batches))
     per_pass = len(batches) // section.epochs
     losses: list[float] = []
+    tokens: list[int] = []
     for batch in batches:
         if stop():
-            break
+            return losses
         shown = [sample for name in batch for sample in episodes[name]]
         if images:
             supervised.show(images_of_samples(shown, images))
         losses.append(supervised.step(shown)["sft/loss"])
+        tokens.append(sum(sample.num_trained for sample in shown))
         progress(len(losses), len(batches), losses[-1])
         if section.until_loss and len(losses) % per_pass == 0:
-            mean_loss = sum(losses[-per_pass:]) / per_pass
+            mean_loss = np.average(losses[-per_pass:], weights=tokens[-per_pass:])
             if mean_loss <= section.until_loss:
-                break
+                return losses
 
+    if section.until_loss:
+        warn(
+            f"the last pass of the cold start has a mean loss of {mean_loss:.3f} nats per token, "
+            f"above cold_start.until_loss={section.until_loss:g}: raise cold_start.epochs or "
+            "cold_start.until_loss"
+        )
     return losses

@@ -76,9 +76,11 @@ def cold_start(
     view: LiveView,
     stop: Callable[[], bool],
     trainers: PolicyTrainers,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> dict[str, float]:
-    """Trains the model in place and returns the metrics of the supervised phase. Raises as
-    `solver_samples`. A stop during training ends it before its next step."""
+    """Trains the model in place and returns the metrics of the supervised phase. `warn` and raises:
+    see `train_supervised` and `solver_samples`. A stop during training ends it before its next
+    step."""
     config = parts.config
     section = config.cold_start
     samples, images = solver_samples(
@@ -96,6 +98,7 @@ def cold_start(
                 "cold start", f"{done}/{total}, loss {loss:.3f} nats per token"
             ),
             stop=stop,
+            warn=warn,
             images=images,
         )
 

@@ -339,7 +339,9 @@ class TrainingRun:
                 progress.cold_start_before = await self.evaluation.evaluate(
                     "before the cold start", full=False, label="untaught-"
                 )
-            metrics = cold_start(self.parts, self.view, self.is_stopped, self.trainers)
+            metrics = cold_start(
+                self.parts, self.view, self.is_stopped, self.trainers, self.record.warn
+            )
         except StopAskedError:
             return
 
