@@ -111,6 +111,10 @@ def test_pixels_become_a_png():
     rotated = Image.open(io.BytesIO(_rotated(6)))
     assert decode_image(read_image(rotated, "x"), "x").shape == (64, 48, 3)
 
+    floats = Image.fromarray(np.full((2, 2), 0.5, np.float32))
+    with pytest.raises(ImageError, match="floating point: give an image of mode RGB"):
+        read_image(floats, "x")  # a conversion would cut the values off: black
+
 
 @pytest.mark.parametrize(
     ("kind", "media_type"),
@@ -198,6 +202,28 @@ def test_colours_of_every_mode():
         color=0,
     )
     assert decode_image(see_through, "x")[0].tolist() == [[0, 0, 0], [255, 255, 255]]
+
+
+@pytest.mark.parametrize(
+    ("depth", "color", "row", "transparent", "shown"),
+    [
+        (1, 0, b"\x40", ">H 0", [255, 255]),
+        (2, 0, b"\x10", ">H 1", [0, 255]),
+        (4, 0, b"\x03", ">H 3", [0, 255]),
+        (16, 2, struct.pack(">6H", 0, 0, 0, 9000, 9000, 9000), ">3H 9000 9000 9000", [0, 255]),
+    ],
+)
+def test_a_png_of_any_depth_has_a_transparent_colour(depth, color, row, transparent, shown):
+    form, *values = transparent.split()
+    file = png(
+        2,
+        1,
+        chunk(b"tRNS", struct.pack(form, *map(int, values))),
+        chunk(b"IDAT", zlib.compress(b"\0" + row)),
+        depth=depth,
+        color=color,
+    )
+    assert decode_image(file, "x")[0].tolist() == [[value] * 3 for value in shown]
 
 
 BIG = 40_000

@@ -114,10 +114,10 @@ def _bytes_of(source: Any, where: str, folder: Path | None, limits: ImageLimits)
 def decode_image(image: ImageFile | bytes, where: str) -> np.ndarray:
     """The pixels as RGB [H, W, 3] of uint8, in the orientation that EXIF gives.
 
-    Transparency is over white. 16 bits a channel are rounded to 8. Colour profiles are ignored, as
-    in the image processors of transformers. Raises ImageError for bytes that differ from the
-    image's digest, for those that no longer decode, and for more pixels than LIMITS allow: an image
-    of a store may come from elsewhere.
+    Transparency is over white. 16 bits a channel become 8, also in the colour that a PNG calls
+    transparent. Colour profiles are ignored, as in the image processors of transformers. Raises
+    ImageError for bytes that differ from the image's digest, for those that no longer decode, and
+    for more pixels than LIMITS allow: an image of a store may come from elsewhere.
     """
     if isinstance(image, ImageFile) and not image.is_intact:
         raise ImageError(
@@ -285,6 +285,8 @@ def _decode(data: bytes, where: str, limits: ImageLimits) -> np.ndarray:
 
         with PIL.Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check_still(image, where)
+            if image.format == "PNG":
+                _scale_transparency(image, bits=data[24])
             return _rgb(image)
     except (ImageError, MemoryError):
         raise
@@ -293,6 +295,16 @@ def _decode(data: bytes, where: str, limits: ImageLimits) -> np.ndarray:
         raise ImageError(
             f"{where} can't be decoded ({shown(why)}): save the image again"
         ) from error
+
+
+def _scale_transparency(image: Image, bits: int) -> None:
+    """Pillow scales the values of a PNG to 8 bits, and leaves its transparent colour as it is in
+    the file, of so many bits a channel. Call it before the pixels are loaded."""
+    colour = image.info.get("transparency")
+    if image.mode in ("1", "L") and isinstance(colour, int):
+        image.info["transparency"] = colour * 255 // (2**bits - 1)
+    elif image.mode == "RGB" and bits == 16 and colour is not None:
+        image.info["transparency"] = tuple(channel >> 8 for channel in colour)
 
 
 def _check_still(image: Image, where: str) -> None:
@@ -324,6 +336,8 @@ def _of_pixels(source: Any, where: str, limits: ImageLimits) -> ImageFile:
         width, height = source.size
         _check_pixels(width, height, where, limits)
         _check_still(source, where)
+        if source.mode == "F":
+            raise ImageError(f"{where} has pixels of floating point: give an image of mode RGB")
         try:
             pixels = _rgb(source)
         except (OSError, SyntaxError, ValueError) as error:
