@@ -32,6 +32,7 @@ from agentevo.api.loop.tunnel import Tunnel, pinned_context
 from agentevo.config.remote_models import RemoteModelSection, name_problems
 from agentevo.config.rewards import Reward, read_rewards, reward_entry
 from agentevo.config.sources import plain_option
+from agentevo.data.message_images import ImageCollector
 from agentevo.errors import ConfigError, EngineUnavailableError, shown
 from agentevo.inference.remote_models import RemoteConversations, RemoteModels
 from agentevo.inference.serving.address import EngineAddress
@@ -311,12 +312,14 @@ class _ServedModel:
     def session(self, attempt: records.OpenedService, agent: str = "") -> AttemptSession:
         return AttemptSession(self._client.base(), attempt.keys[agent])
 
-    async def remote(self, attempt: records.OpenedService) -> RemoteConversations | None:
+    async def remote(
+        self, attempt: records.OpenedService, images: ImageCollector
+    ) -> RemoteConversations | None:
         if not self._program.remote_models:
             return None
         name = next(iter(attempt.names.values()))
         seed = derive_seed(self._seed, name)
-        return RemoteConversations(self._program.remote_models, name=name, seed=seed)
+        return RemoteConversations(self._program.remote_models, name=name, seed=seed, images=images)
 
     @property
     def remote_agents(self) -> Mapping[str, str]:

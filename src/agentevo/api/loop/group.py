@@ -28,7 +28,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     seals: dict[str, str]
     """Trajectory id -> the proof that the engine sampled its tokens. Training requires a proof."""
     images: list[ImageFile] = []
-    """The images that the task names. The run has those that the attempts have shown."""
+    """The images that the task names, and those that remote models were shown. The run has those
+    that the policy has seen."""
 
     @property
     def rewards(self) -> list[float]:

@@ -18,6 +18,7 @@ from agentevo.config import RunConfig, build_config, sources
 from agentevo.config.imports import check_code_of_run
 from agentevo.config.named_agents import remote_agents
 from agentevo.config.rewards import Reward, reward_entry
+from agentevo.data.message_images import ImageCollector
 from agentevo.errors import EngineUnavailableError
 from agentevo.inference.remote_models import RemoteConversations
 from agentevo.runs.folder.run_folder import is_run_folder
@@ -89,11 +90,14 @@ class LocalConnection:
         attempts = self._service.attempts
         return self._service.call_now(lambda: attempts.session(attempt.handle, agent))
 
-    async def remote(self, attempt: records.OpenedService) -> RemoteConversations | None:
+    async def remote(
+        self, attempt: records.OpenedService, images: ImageCollector
+    ) -> RemoteConversations | None:
         if not self._service.config.remote_models:
             return None
         conversations = self._service.attempts.remote(attempt.handle)
         assert conversations is not None
+        conversations.images = images
         return cast("RemoteConversations", _OnTheRunsLoop(self._service, conversations))
 
     @property

@@ -19,6 +19,7 @@ import msgspec
 from agentevo.agents.policy import AttemptSession
 from agentevo.agents.posted_rewards import PostedReward
 from agentevo.api.loop.group import Group
+from agentevo.data.message_images import ImageCollector
 from agentevo.errors import AgentEvoError, EngineUnavailableError
 from agentevo.inference.remote_models import RemoteConversations
 from agentevo.models.chat.answer_form import AnswerForm
@@ -198,8 +199,11 @@ class LoopConnection(Protocol):
         """The attempt's session at the gateway, for other API clients; With several
         agents, each has its own session, which `agent` names."""
 
-    async def remote(self, attempt: OpenedService) -> RemoteConversations | None:
-        """The attempt's conversations with remote models, if there are any."""
+    async def remote(
+        self, attempt: OpenedService, images: ImageCollector
+    ) -> RemoteConversations | None:
+        """The attempt's conversations with remote models, if there are any. `images`: those of the
+        attempt, which its messages name."""
 
     @property
     def remote_agents(self) -> Mapping[str, str]:

@@ -38,7 +38,7 @@ from agentevo.runtime.event_loop import gather_all
 from agentevo.store.records import RETRIES
 from agentevo.types import Task, Trajectory
 from agentevo.types.copies import copy_of_task
-from agentevo.types.images import ImageFile
+from agentevo.types.images import ImageFile, file_of, images_of_messages
 
 
 class Rollout:
@@ -81,6 +81,9 @@ class Rollout:
         )
         members = attempts[:size]
         greedy_ones = attempts[size:]
+        for attempt in attempts:
+            for image in attempt.images_of_remote_models():
+                images.add(image)
 
         return Group(
             id=name,
@@ -155,7 +158,7 @@ class Rollout:
         attempt = GroupAttempt(
             self._agent,
             copy_of_task(task),
-            RemotePolicy(under_way, await model.connection.remote(opened)),
+            RemotePolicy(under_way, await model.connection.remote(opened, under_way.images)),
             name=f"{group}#{number}",
             limit_s=model.state.attempt_timeout_s,
             show=self._failures.show,
@@ -191,6 +194,12 @@ class _MadeAttempt:
         self.seals = seals
         self.unrewarded = unrewarded
         self.images = images
+
+    def images_of_remote_models(self) -> list[ImageFile]:
+        """The images that remote models were shown."""
+        turns = [turn for trajectory in self.trajectories for turn in trajectory.remote_turns]
+        parts = images_of_messages(message for turn in turns for message in turn.messages)
+        return [file_of(part.sha256, self.images) for part in parts]
 
 
 def rollout(function: Callable[..., Any]) -> Rollout:

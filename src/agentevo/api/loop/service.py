@@ -59,6 +59,7 @@ from agentevo.store.codec import content_digest, encode_task, encode_trajectorie
 from agentevo.training.batching.step_plan import StepPlan
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Outcome, Task, Trajectory, group_of_agent
+from agentevo.types.images import images_of_task, images_of_trajectory
 
 T = TypeVar("T")
 
@@ -307,8 +308,8 @@ class LoopService:
         name = await in_thread(submission_id, groups)
         if not self._has(name):
             await in_thread(check_groups, groups, self._sealer)
-            images = [image for group in groups for image in group.images]
-            await put_images(self._parts.store, images)
+            for group in groups:
+                await self._put_images(group)
 
         checked_at = None
         while not self._has(name):
@@ -334,6 +335,22 @@ class LoopService:
                     raise
 
         return name
+
+    async def _put_images(self, group: Group) -> None:
+        """Stores the group's images. Raises ConfigError if its task or an attempt names another one
+        that the store does not have: the step could not be written."""
+        store = self._parts.store
+        await put_images(store, group.images)
+
+        named = {*images_of_task(group.task)}
+        for member in group.members:
+            named |= images_of_trajectory(member).keys()
+        missing = named - {image.part.sha256 for image in group.images}
+        if missing := missing - {*await store.images(missing)}:
+            raise ConfigError(
+                f"train: the group {group.id} names the image {min(missing)}, which neither the "
+                "group nor the run has: add it to the group's `images`"
+            )
 
     def _has(self, name: str) -> bool:
         """Whether this submission has become a step, or is about to."""
