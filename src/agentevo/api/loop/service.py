@@ -56,6 +56,7 @@ from agentevo.runs.orchestration.run import run_training
 from agentevo.runs.orchestration.submissions import KEY, Submission, Submissions
 from agentevo.runtime.event_loop import in_thread, run_coroutine
 from agentevo.store.codec import content_digest, encode_task, encode_trajectories
+from agentevo.store.store import Store
 from agentevo.training.batching.step_plan import StepPlan
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Outcome, Task, Trajectory, group_of_agent
@@ -309,7 +310,7 @@ class LoopService:
         if not self._has(name):
             await in_thread(check_groups, groups, self._sealer)
             for group in groups:
-                await self._put_images(group)
+                await put_images_of_group(self._parts.store, group)
 
         checked_at = None
         while not self._has(name):
@@ -335,22 +336,6 @@ class LoopService:
                     raise
 
         return name
-
-    async def _put_images(self, group: Group) -> None:
-        """Stores the group's images. Raises ConfigError if its task or an attempt names another one
-        that the store does not have: the step could not be written."""
-        store = self._parts.store
-        await put_images(store, group.images)
-
-        named = {*images_of_task(group.task)}
-        for member in group.members:
-            named |= images_of_trajectory(member).keys()
-        missing = named - {image.part.sha256 for image in group.images}
-        if missing := missing - {*await store.images(missing)}:
-            raise ConfigError(
-                f"train: the group {group.id} names the image {min(missing)}, which neither the "
-                "group nor the run has: add it to the group's `images`"
-            )
 
     def _has(self, name: str) -> bool:
         """Whether this submission has become a step, or is about to."""
@@ -479,6 +464,24 @@ def check_groups(groups: Sequence[Group], sealer: Sealer) -> None:
     if not any(group.completed for group in groups):
         raise ConfigError(
             f"train: no attempt has completed: {summarize_failures(errors, len(errors))}"
+        )
+
+
+async def put_images_of_group(store: Store, group: Group) -> None:
+    """Stores the group's images. Raises ConfigError if its task or an attempt names another one
+    that the store does not have: the step could not be written."""
+    await put_images(store, group.images)
+
+    missing = {*images_of_task(group.task)}
+    for member in group.members:
+        missing |= images_of_trajectory(member).keys()
+    missing -= {image.part.sha256 for image in group.images}
+    if missing:
+        missing -= {*await store.images(missing)}
+    if missing:
+        raise ConfigError(
+            f"train: the group {group.id} names the image {min(missing)}, which neither the group "
+            "nor the run has: add it to the group's `images`"
         )
 
 
