@@ -42,6 +42,14 @@ def test_hosts() -> None:
         assert not permissions.allow(url), url
 
 
+def test_an_ipv6_address_is_one_host_in_every_spelling() -> None:
+    for start, pattern in (("[0:0::0:1]", "::2"), ("[::1]", "[0::2]"), ("[::0001]", "[::2]")):
+        permissions = permissions_for(f"http://{start}:81/", (pattern,))
+        assert permissions.allow("http://[::1]:81/") and permissions.allow("http://[::2]/")
+        assert permissions.allow_connection("::1", 81) and permissions.allow_connection("::2", 5)
+        assert not permissions.allow("http://[::1]/") and not permissions.allow("http://[::3]/")
+
+
 def test_only_the_folder_of_a_file(tmp_path: Path) -> None:
     folder = tmp_path / "site"
     folder.mkdir()

@@ -4,6 +4,7 @@ and, if the start URL is a file, the files of its folder."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
@@ -96,9 +97,7 @@ def permissions_for(
             "https://HOST/... or file:///FOLDER/PAGE.html"
         )
 
-    return Permissions(
-        (f"{_bracket(parts.hostname)}:{port or PORTS[parts.scheme]}", *allowed_hosts)
-    )
+    return Permissions((f"{_host(parts.hostname)}:{port or PORTS[parts.scheme]}", *allowed_hosts))
 
 
 def _is_pattern(pattern: str) -> bool:
@@ -110,17 +109,21 @@ def _is_pattern(pattern: str) -> bool:
 def _split_port(pattern: str) -> tuple[str, int | None]:
     name, colon, port = pattern.rpartition(":")
     if colon and port.isdecimal() and (":" not in name or name.endswith("]")):
-        return name.lower(), int(port)
-    return pattern.lower(), None
+        return _host(name), int(port)
+    return _host(pattern), None
 
 
 def _matches(pattern: str, host: str, port: int) -> bool:
     name, only_port = _split_port(pattern)
     if only_port is not None and port != only_port:
         return False
-    host = _bracket(host.lower())
+    host = _host(host)
     return host.endswith(name[1:]) if name.startswith("*.") else host == name
 
 
-def _bracket(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def _host(name: str) -> str:
+    """A name or an IP address, with or without brackets, as Chromium writes it in an address."""
+    try:
+        return f"[{IPv6Address(name.strip('[]'))}]"
+    except ValueError:
+        return name.lower()
