@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -68,6 +68,20 @@ class PageSettings:
     max_text: int
 
 
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom, in pixels."""
+
+
+@dataclass(frozen=True)
+class Click:
+    """A click, and where the watched elements were when it came."""
+
+    point: tuple[float, float]
+    """In pixels."""
+    boxes: dict[str, Box | None]
+    """Maps a selector to the box of its first element. None if it is not visible."""
+
+
 @dataclass(frozen=True)
 class View:
     """What a page looks like. Parts that were not asked for are empty."""
@@ -101,8 +115,9 @@ class PageSession:
         self, browser: BrowserProcess, settings: PageSettings, permissions: Permissions
     ) -> None:
         self.events = PageEvents()
-        self.last_point: tuple[float, float] | None = None
-        """The last place of a click, in pixels."""
+        self.watched_selectors: tuple[str, ...] = ()
+        """The selectors of `Click.boxes`."""
+        self.last_click: Click | None = None
         self._browser = browser
         self._settings = settings
         self._permissions = permissions
@@ -334,7 +349,7 @@ class PageSession:
     async def _click(self, place: Place | None, count: int) -> None:
         assert place is not None
         point = await self._point(place)
-        self.last_point = point
+        self.last_click = Click(point, await self._watched_boxes())
         await self.page.mouse.click(*point, click_count=count)
 
     async def _point(self, place: Place) -> tuple[float, float]:
@@ -364,9 +379,21 @@ class PageSession:
         assert place.selector is not None
         return self.page.locator(place.selector).first
 
-    async def box_of(self, selector: str) -> tuple[float, float, float, float] | None:
-        """The box (left, top, right, bottom) of the first such element in pixels. None if it is not
-        visible."""
+    async def _watched_boxes(self) -> dict[str, Box | None]:
+        try:
+            return {
+                selector: await self.steadily(partial(self._box_of, selector))
+                for selector in self.watched_selectors
+            }
+        except driver_error() as error:
+            if self.page.is_closed():
+                raise
+            raise EnvironmentFailure(
+                f"the box of an element can't be found: {first_line(error)}"
+            ) from error
+
+    async def _box_of(self, selector: str) -> Box | None:
+        """The box of the first such element. None if it is not visible."""
         locator = self.page.locator(selector).first
         if not await locator.count():
             return None
