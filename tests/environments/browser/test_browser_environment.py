@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from agentevo.environments.browser import BrowserConfig, BrowserEnvironment, Grade
+from agentevo.environments.browser import (
+    BrowserConfig,
+    BrowserEnvironment,
+    Grade,
+    page_session,
+)
 from agentevo.errors import EnvironmentFailure
 
 pytestmark = pytest.mark.slow
@@ -242,6 +247,12 @@ def test_a_box_is_that_of_the_click(open_page: Open) -> None:
     late.step("click #red")
     assert late.step("wait 2000")[1:3] == (0, False)  # it moves under the click
     assert late.step("click #late")[1:3] == (1, True)
+
+
+def test_a_box_is_found_however_slow_the_machine(open_page: Open, monkeypatch: Any) -> None:
+    monkeypatch.setattr(page_session, "ELEMENT_MS", 1)
+    page = open_page(TALL, reward={"type": "point_in_box", "selector": "#red"})
+    assert page.step("click 10 10")[1:3] == (1, True)
 
 
 def test_a_broken_selector_of_a_rule_fails_the_attempt(open_page: Open) -> None:

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 START_TIME_S = 1_767_225_600
 """The time of a page's clock at its start: 2026-01-01 00:00 UTC."""
-ELEMENT_MS = 5_000
+ELEMENT_MS = 20_000
 """The longest wait for an element to hold still, in milliseconds."""
 IDLE_S = 5.0
 """The longest wait for a page's requests after an action, in seconds."""
@@ -106,6 +106,16 @@ def _is_in_page(request: Request) -> bool:
         return not request.is_navigation_request() or request.frame.parent_frame is not None
     except driver_error():  # a new window has no frame yet
         return False
+
+
+async def _box_of(locator: Locator) -> Box | None:
+    """The box of an element as it is now. None if it is not visible. Playwright's
+    `Locator.bounding_box` waits for an element, with a limit that a busy machine exceeds."""
+    handles = await locator.element_handles()
+    box = await handles[0].bounding_box() if handles else None
+    if box is None:
+        return None
+    return box["x"], box["y"], box["x"] + box["width"], box["y"] + box["height"]
 
 
 class PageSession:
@@ -368,10 +378,11 @@ class PageSession:
             raise ActionRefused(f"the element {name} is not visible")
 
         await locator.scroll_into_view_if_needed(timeout=ELEMENT_MS)
-        box = await locator.bounding_box(timeout=ELEMENT_MS)
+        box = await _box_of(locator)
         if box is None:
             raise ActionRefused(f"the element {name} is not visible")
-        return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        left, top, right, bottom = box
+        return (left + right) / 2, (top + bottom) / 2
 
     def _locate(self, place: Place) -> Locator:
         if place.id is not None:
@@ -382,7 +393,7 @@ class PageSession:
     async def _watched_boxes(self) -> dict[str, Box | None]:
         try:
             return {
-                selector: await self.steadily(partial(self._box_of, selector))
+                selector: await self.steadily(partial(_box_of, self.page.locator(selector).first))
                 for selector in self.watched_selectors
             }
         except driver_error() as error:
@@ -391,16 +402,6 @@ class PageSession:
             raise EnvironmentFailure(
                 f"the box of an element can't be found: {first_line(error)}"
             ) from error
-
-    async def _box_of(self, selector: str) -> Box | None:
-        """The box of the first such element. None if it is not visible."""
-        locator = self.page.locator(selector).first
-        if not await locator.count():
-            return None
-        box = await locator.bounding_box(timeout=ELEMENT_MS)
-        if box is None:
-            return None
-        return box["x"], box["y"], box["x"] + box["width"], box["y"] + box["height"]
 
     async def _leave_forbidden_page(self) -> None:
         """Returns to the last allowed page, after a redirect to another host."""
