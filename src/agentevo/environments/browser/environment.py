@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import pydantic
 
@@ -77,6 +77,15 @@ class PageConfig(EnvironmentConfig):
     executable: str = ""
     """The program of the browser, any Chromium. Empty: `chromium` or `google-chrome` in PATH, or
     Playwright's own."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_marks(self) -> Self:
+        if self.marks and not self.shows_images:
+            raise ValueError(
+                f"marks are drawn on a screenshot, and observation={self.observation} has none: "
+                "set observation to screenshot or both"
+            )
+        return self
 
     @property
     def shows_images(self) -> bool:
