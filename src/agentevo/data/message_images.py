@@ -29,8 +29,23 @@ COLUMNS = ("images", "image")
 """The columns that hold the images of a row."""
 _FILE_KEYS = {"bytes", "path", "url", "array", "base64", "image_url", "source"}
 _FILES = (
-    *(".png", ".jpg", ".jpeg", ".jfif", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".avif"),
-    *(".heic", ".svg", ".mp4", ".webm", ".wav", ".mp3", ".flac"),
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".jfif",
+    ".gif",
+    ".webp",
+    ".bmp",
+    ".tif",
+    ".tiff",
+    ".avif",
+    ".heic",
+    ".svg",
+    ".mp4",
+    ".webm",
+    ".wav",
+    ".mp3",
+    ".flac",
 )
 _BEGINNINGS = ("data:", "http://", "https://", "file://", "iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 """How texts of data URLs, of addresses, and of PNG, JPEG, GIF and WebP in base64 begin."""

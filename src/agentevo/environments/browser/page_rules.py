@@ -111,6 +111,7 @@ Rule = Annotated[
     pydantic.Field(discriminator="type"),
 ]
 
+
 class RuleBook:
     """The rules of a page."""
 
