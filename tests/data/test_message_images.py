@@ -61,6 +61,7 @@ def test_every_place_for_an_image():
     parts = [{"type": "image_url", "image_url": {"url": url(B)}}, {"type": "text", "text": "?"}]
     for row, expected in [
         ({"query": "What?", "image": image}, [[a, "What?"]]),
+        ({"query": "What?", "image": {"image_url": {"url": url(B)}}}, [[b, "What?"]]),
         ({"query": "What?", "images": [image, B]}, [[a, b, "What?"]]),
         ({"prompt": chat, "images": [A, url(B)]}, [[a, "Find x in ", b, "."]]),
         ({"prompt": empty, "images": [A]}, ["Look.", [a, "What?"]]),
@@ -94,6 +95,9 @@ def test_a_task_is_named_by_its_images():
         ({"query": "<image><image>?", "images": [A]}, "1 images, and 2 places"),
         ({"query": "What?", "images": [b"GIF89a"]}, "image 1: it is a image/gif whose header"),
         ({"query": "What?", "images": ["https://example.org/a.png"]}, "no image is fetched"),
+        ({"query": "What?", "image": "https://example.org/a?width=9"}, "no image is fetched"),
+        ({"query": "What?", "image": base64.b64encode(A).decode()}, "give a data URL"),
+        ({"query": "What?", "image": "a.tiff"}, "paths are not read here"),
         ({"query": "What?", "images": ["a.png"]}, "paths are not read here"),
         ({"query": [{"role": "user", "content": [{"type": "image"}]}]}, "empty part of type image"),
         ({"query": [{"role": "system", "content": "x"}], "image": A}, "no message of the user"),

@@ -13,6 +13,7 @@ from agentevo.observability.clicks import MAX_CLICKS, find_clicks
         ("drag 1 2 3 4 || click 5 6", [(1, 2), (3, 4), (5, 6)]),
         ('{"action": "click", "x": 500, "y": 0}', [(500, 0)]),
         ('{"x": 1, "y": 2, "to_x": 3, "to_y": 4}', [(1, 2), (3, 4)]),
+        ("drag 100,100, 300,100", [(100, 100), (300, 100)]),
         ("click e4", []),
         ("click 2000 10", []),
         ("I clicked 10 20 times", []),

@@ -29,6 +29,7 @@ from agentevo.config.field_words import (
     as_number,
     as_yaml,
     choices_of,
+    describe_wrong_choice,
     describe_wrong_value,
     entry_problem,
     item_types,
@@ -194,9 +195,17 @@ class ConfigKeys:
         key = ".".join(parts[:num_known])
         models = {model for item in self.kinds(key) if (model := section_model(item))}
         inside = error["loc"][num_known + 1 :]
-        if inside and parts[num_known].isdigit() and len(models) == 1:
+        if inside and parts[num_known].isdigit() and len(models) > 1:  # the type comes first
+            models = {model for model in models if inside[0] in _types_of(model)}
+            inside = inside[1:]
+        if len(error["loc"]) > num_known + 1 and parts[num_known].isdigit() and len(models) == 1:
             located = cast(ErrorDetails, {**error, "loc": inside})
             return entry_problem(f"{key}[{parts[num_known]}]", models.pop(), located)
+
+        if kind in ("union_tag_invalid", "union_tag_not_found"):
+            place = ".".join(parts[:num_known]) + "".join(f"[{part}]" for part in parts[num_known:])
+            types = sorted(name for model in models for name in _types_of(model))
+            return describe_wrong_choice(place, value, "type", types)
 
         if kind in ("extra_forbidden", "invalid_key"):
             return self._unknown_key(".".join(parts), value, chosen)
@@ -442,6 +451,12 @@ def _explain_field(key: str, info: FieldInfo) -> Explanation:
     default = "" if info.is_required() else as_yaml(info.get_default(call_default_factory=True))
     unit = unit_of(_leaf(key), meaning, alternative_types(info.annotation))
     return Explanation(key, meaning, type_in_words(info), default, unit, choices_of(info))
+
+
+def _types_of(model: type[pydantic.BaseModel]) -> tuple[Any, ...]:
+    """The values of `type` that choose this model among others."""
+    field = model.model_fields.get("type")
+    return () if field is None else get_args(field.annotation)
 
 
 def _named_section(annotation: Any) -> type[pydantic.BaseModel] | None:

@@ -27,20 +27,28 @@ from agentevo.types.images import ImageFile
 MARK = "<image>"
 COLUMNS = ("images", "image")
 """The columns that hold the images of a row."""
-_FILE_KEYS = {"bytes", "path", "url", "array"}
+_FILE_KEYS = {"bytes", "path", "url", "array", "base64", "image_url", "source"}
 _FILES = (
     ".png",
     ".jpg",
     ".jpeg",
+    ".jfif",
     ".gif",
     ".webp",
     ".bmp",
+    ".tif",
+    ".tiff",
+    ".avif",
+    ".heic",
+    ".svg",
     ".mp4",
     ".webm",
     ".wav",
     ".mp3",
     ".flac",
 )
+_BEGINNINGS = ("data:", "http://", "https://", "file://", "iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
+"""How texts of data URLs, of addresses, and of PNG, JPEG, GIF and WebP in base64 begin."""
 _SPLIT = re.compile(f"({re.escape(MARK)})")
 
 
@@ -52,7 +60,7 @@ def is_media(value: Any, is_column_of_all: bool) -> bool:
     if isinstance(value, str):
         if is_column_of_all:
             return bool(value.strip(" []"))
-        return value.startswith("data:") or value.lower().endswith(_FILES)
+        return value.startswith(_BEGINNINGS) or value.lower().endswith(_FILES)
     if isinstance(value, Mapping) and not is_column_of_all:
         return not _FILE_KEYS.isdisjoint(value)
     if isinstance(value, list | tuple) and not is_column_of_all:

@@ -12,7 +12,7 @@ SCALE = 1000
 MAX_CLICKS = 20
 _NUMBER = r"(\d{1,4}(?:\.\d{1,6})?)"
 _PAIR = rf"{_NUMBER}[ ,]+{_NUMBER}"
-_LINE = re.compile(rf"\b(?:click|double_click|drag|type)\s+{_PAIR}(?:\s+{_PAIR})?")
+_LINE = re.compile(rf"\b(?:click|double_click|drag|type)\s+{_PAIR}(?:[ ,]+{_PAIR})?")
 _JSON = re.compile(rf'"(?:to_)?x"\s*:\s*{_NUMBER}\s*,\s*"(?:to_)?y"\s*:\s*{_NUMBER}')
 MAX_ANSWER = 20_000
 """Longer answers are not read."""

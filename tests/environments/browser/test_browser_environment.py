@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from agentevo.environments.browser import BrowserConfig, BrowserEnvironment, Grade
+from agentevo.environments.browser import (
+    BrowserConfig,
+    BrowserEnvironment,
+    Grade,
+    page_session,
+)
+from agentevo.errors import EnvironmentFailure
 
 pytestmark = pytest.mark.slow
 
@@ -217,6 +223,42 @@ def test_rewards_at_done_only(open_page: Open) -> None:
     environment.reset(seed=1)
     environment.step("click 500 500")
     assert environment.step("click 700 500")[1:4] == (0, False, True)
+
+
+TALL = """<div style="height: 2000px"></div>
+<button id="low" style="position: absolute; left: 0; top: 1900px">Low</button>
+<button id="red" style="position: absolute; left: 0; top: 0" onclick="this.remove()">Red</button>
+<button id="late" style="position: absolute; left: 0; top: 250px">Late</button>
+<script>setTimeout(() => document.querySelector("#late").style.top = 0, 1000)</script>"""
+
+
+def test_a_box_is_that_of_the_click(open_page: Open) -> None:
+    """It is neither the one before the page scrolled to the element, nor that of a later action."""
+    low = open_page(TALL, reward={"type": "point_in_box", "selector": "#low"})
+    assert low.step("click #low")[1:3] == (1, True)
+
+    red = open_page(
+        TALL, reward={"type": "point_in_box", "selector": "#red"}, reward_at="done", max_actions=2
+    )
+    red.step("click #red")
+    assert red.step("done")[1:3] == (1, True)  # the click has removed the button
+
+    late = open_page(TALL, reward={"type": "point_in_box", "selector": "#late"}, max_actions=3)
+    late.step("click #red")
+    assert late.step("wait 2000")[1:3] == (0, False)  # it moves under the click
+    assert late.step("click #late")[1:3] == (1, True)
+
+
+def test_a_box_is_found_however_slow_the_machine(open_page: Open, monkeypatch: Any) -> None:
+    monkeypatch.setattr(page_session, "ELEMENT_MS", 1)
+    page = open_page(TALL, reward={"type": "point_in_box", "selector": "#red"})
+    assert page.step("click 10 10")[1:3] == (1, True)
+
+
+def test_a_broken_selector_of_a_rule_fails_the_attempt(open_page: Open) -> None:
+    page = open_page(TALL, reward={"type": "point_in_box", "selector": "#red["})
+    with pytest.raises(EnvironmentFailure, match="the box of an element can't be found"):
+        page.step("click 500 500")
 
 
 class Counting(BrowserEnvironment):

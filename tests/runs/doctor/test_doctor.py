@@ -1,9 +1,11 @@
 """The doctor on real recipes with a tiny policy: it finds what is in order and what is not, and
 leaves nothing behind."""
 
+import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from agentevo.agents.agent import agents
 from agentevo.config import RunConfig, build_config
@@ -90,6 +92,23 @@ def test_a_sound_recipe():
         if found[name].status != "good"
     ] == []
     assert "all 3 ran to their end" in found["attempts"].finding
+
+
+def test_tasks_with_images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    Image.new("RGB", (32, 16), "red").save(folder / "red.png")
+    rows = [{"query": query, "image": "red.png", "answer": "red"} for query in ("Color?", "Which?")]
+    (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tree = {
+        "tasks": {"train": str(folder / "tasks.jsonl")},
+        "rewards": ["exact_match"],
+        "model": {"name": "tiny", "tiny": {"vision": True, "tokenizer": "byte", "num_layers": 1}},
+        "sampling": {"max_new_tokens": 4},
+        "trainer": {"group_size": 2},
+    }
+    checks = by_name(check_recipe(build_config(tree, ())))
+    assert checks["attempts"].status == "good"
+    assert checks["log-probs"].status == "good"
 
 
 def test_an_agent_that_edits_its_history():

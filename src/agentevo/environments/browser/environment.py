@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import pydantic
 
@@ -77,6 +77,15 @@ class PageConfig(EnvironmentConfig):
     executable: str = ""
     """The program of the browser, any Chromium. Empty: `chromium` or `google-chrome` in PATH, or
     Playwright's own."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_marks(self) -> Self:
+        if self.marks and not self.shows_images:
+            raise ValueError(
+                f"marks are drawn on a screenshot, and observation={self.observation} has none: "
+                "set observation to screenshot or both"
+            )
+        return self
 
     @property
     def shows_images(self) -> bool:
@@ -224,9 +233,6 @@ class PageEnvironment(TextEnvironment):
     async def begin(self, seed: int) -> None:
         """Prepares the page that was just opened, on the browser's loop."""
 
-    async def before_action(self) -> None:
-        """Runs before each action, on the browser's loop."""
-
     @abstractmethod
     async def grade(self, is_done: bool) -> Grade:
         """The judgement after an action, on the browser's loop. `is_done`: the player said
@@ -274,7 +280,6 @@ class PageEnvironment(TextEnvironment):
         problem, is_done = "", False
         try:
             action = read_browser_action(text, self.config.actions)
-            await self.before_action()
             await self.session.perform(action)
             is_done = action.action == "done"
         except (BrowserActionError, ActionRefused) as error:
@@ -342,10 +347,7 @@ class BrowserEnvironment(PageEnvironment):
         return self.config.task_instruction
 
     async def begin(self, seed: int) -> None:
-        self._rules = RuleBook(self.config.reward, *self.config.viewport)
-
-    async def before_action(self) -> None:
-        await self._rules.note_boxes(self.session)
+        self.session.watched_selectors = self._rules.watched_selectors
 
     async def grade(self, is_done: bool) -> Grade:
         """The reward of the rules, once: at `done`, when all hold, or at the last action."""

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, Self
 import pydantic
 
 from agentevo.environments.browser.actions import SCALE
-from agentevo.environments.browser.page_session import PageSession
+from agentevo.environments.browser.page_session import Click, PageSession
 
 
 class PageRule(pydantic.BaseModel):
@@ -111,22 +111,19 @@ Rule = Annotated[
     pydantic.Field(discriminator="type"),
 ]
 
-Box = tuple[float, float, float, float]
-
 
 class RuleBook:
-    """The rules of an episode."""
+    """The rules of a page."""
 
     def __init__(self, rules: Sequence[Rule], width: int, height: int) -> None:
         self._rules = rules
         self._size = (width, height)
-        self._boxes: dict[str, Box | None] = {}
 
-    async def note_boxes(self, session: PageSession) -> None:
-        """Notes where the elements of `point_in_box` are. Call it before each action."""
-        for rule in self._rules:
-            if isinstance(rule, PointRule) and rule.selector:
-                self._boxes[rule.selector] = await session.box_of(rule.selector)
+    @property
+    def watched_selectors(self) -> tuple[str, ...]:
+        """The elements of `point_in_box`, for `PageSession.watched_selectors`."""
+        selectors = (rule.selector for rule in self._rules if isinstance(rule, PointRule))
+        return tuple(selector for selector in selectors if selector)
 
     async def grade(self, session: PageSession) -> tuple[float, bool]:
         """The reward, from 0 to 1, and whether all rules hold. Without rules 0 and false."""
@@ -134,7 +131,7 @@ class RuleBook:
         for rule in self._rules:
             total += rule.weight
             is_met = (
-                self._is_hit(rule, session.last_point)
+                self._is_hit(rule, session.last_click)
                 if isinstance(rule, PointRule)
                 else await rule.holds(session)
             )
@@ -142,11 +139,11 @@ class RuleBook:
 
         return (reached / total if total else 0.0), bool(self._rules) and reached == total
 
-    def _is_hit(self, rule: PointRule, point: tuple[float, float] | None) -> bool:
-        if point is None:
+    def _is_hit(self, rule: PointRule, click: Click | None) -> bool:
+        if click is None:
             return False
         if rule.box is None:
-            box = self._boxes.get(rule.selector)
+            box = click.boxes[rule.selector]
         else:
             left, top, right, bottom = rule.box
             width, height = self._size
@@ -158,4 +155,5 @@ class RuleBook:
             )
         if box is None:
             return False
-        return box[0] <= point[0] <= box[2] and box[1] <= point[1] <= box[3]
+        x, y = click.point
+        return box[0] <= x <= box[2] and box[1] <= y <= box[3]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 START_TIME_S = 1_767_225_600
 """The time of a page's clock at its start: 2026-01-01 00:00 UTC."""
-ELEMENT_MS = 5_000
+ELEMENT_MS = 20_000
 """The longest wait for an element to hold still, in milliseconds."""
 IDLE_S = 5.0
 """The longest wait for a page's requests after an action, in seconds."""
@@ -66,6 +66,20 @@ class PageSettings:
     popups: Literal["close", "follow"]
     downloads: bool
     max_text: int
+
+
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom, in pixels."""
+
+
+@dataclass(frozen=True)
+class Click:
+    """A click, and where the watched elements were when it came."""
+
+    point: tuple[float, float]
+    """In pixels."""
+    boxes: dict[str, Box | None]
+    """Maps a selector to the box of its first element. None if it is not visible."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +108,16 @@ def _is_in_page(request: Request) -> bool:
         return False
 
 
+async def _box_of(locator: Locator) -> Box | None:
+    """The box of an element as it is now. None if it is not visible. Playwright's
+    `Locator.bounding_box` waits for an element, with a limit that a busy machine exceeds."""
+    handles = await locator.element_handles()
+    box = await handles[0].bounding_box() if handles else None
+    if box is None:
+        return None
+    return box["x"], box["y"], box["x"] + box["width"], box["y"] + box["height"]
+
+
 class PageSession:
     """See the module. Lifecycle: open, then perform and look, then close."""
 
@@ -101,8 +125,9 @@ class PageSession:
         self, browser: BrowserProcess, settings: PageSettings, permissions: Permissions
     ) -> None:
         self.events = PageEvents()
-        self.last_point: tuple[float, float] | None = None
-        """The last place of a click, in pixels."""
+        self.watched_selectors: tuple[str, ...] = ()
+        """The selectors of `Click.boxes`."""
+        self.last_click: Click | None = None
         self._browser = browser
         self._settings = settings
         self._permissions = permissions
@@ -334,7 +359,7 @@ class PageSession:
     async def _click(self, place: Place | None, count: int) -> None:
         assert place is not None
         point = await self._point(place)
-        self.last_point = point
+        self.last_click = Click(point, await self._watched_boxes())
         await self.page.mouse.click(*point, click_count=count)
 
     async def _point(self, place: Place) -> tuple[float, float]:
@@ -353,10 +378,11 @@ class PageSession:
             raise ActionRefused(f"the element {name} is not visible")
 
         await locator.scroll_into_view_if_needed(timeout=ELEMENT_MS)
-        box = await locator.bounding_box(timeout=ELEMENT_MS)
+        box = await _box_of(locator)
         if box is None:
             raise ActionRefused(f"the element {name} is not visible")
-        return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        left, top, right, bottom = box
+        return (left + right) / 2, (top + bottom) / 2
 
     def _locate(self, place: Place) -> Locator:
         if place.id is not None:
@@ -364,16 +390,18 @@ class PageSession:
         assert place.selector is not None
         return self.page.locator(place.selector).first
 
-    async def box_of(self, selector: str) -> tuple[float, float, float, float] | None:
-        """The box (left, top, right, bottom) of the first such element in pixels. None if it is not
-        visible."""
-        locator = self.page.locator(selector).first
-        if not await locator.count():
-            return None
-        box = await locator.bounding_box(timeout=ELEMENT_MS)
-        if box is None:
-            return None
-        return box["x"], box["y"], box["x"] + box["width"], box["y"] + box["height"]
+    async def _watched_boxes(self) -> dict[str, Box | None]:
+        try:
+            return {
+                selector: await self.steadily(partial(_box_of, self.page.locator(selector).first))
+                for selector in self.watched_selectors
+            }
+        except driver_error() as error:
+            if self.page.is_closed():
+                raise
+            raise EnvironmentFailure(
+                f"the box of an element can't be found: {first_line(error)}"
+            ) from error
 
     async def _leave_forbidden_page(self) -> None:
         """Returns to the last allowed page, after a redirect to another host."""

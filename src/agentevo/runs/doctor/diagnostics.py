@@ -82,6 +82,7 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
                 _context_length(parts),
                 note=parts.note,
                 players=_watch_players(parts, engine),
+                task_images=parts.tasks.images,
             )
             group = await _first_group(config, parts, sampler)
             sampling = sampler.sampling(config.sampling.temperature)
