@@ -69,7 +69,7 @@ def test_every_page_of_a_run_is_whole_accessible_and_fits(
         if "show=tokens" in path:
             page.wait_for_selector("[data-t]")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, path
-        for scheme in ("light", "dark"):
+        for scheme in ("light", "dark")[: 2 if width == 1280 else 1]:
             page.emulate_media(color_scheme=scheme)
             visitor.check_accessible()
 
@@ -91,8 +91,9 @@ def test_every_filter_leads_to_as_many_attempts_as_it_says(listed: Visitor) -> N
         chosen.wait_for()
         assert number_of(page) == many, title
 
-        page.reload()
-        assert number_of(page) == many, title
+        if place == 0:
+            page.reload()
+            assert number_of(page) == many, title
 
         chosen.click()  # takes it back
         page.locator(".choice .chip[aria-current=true]").wait_for(state="detached")

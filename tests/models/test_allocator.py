@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from slow import soak
 
 LATER = """
 import sys
@@ -31,7 +32,9 @@ print(before - resident_mib())
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
-@pytest.mark.parametrize(("way", "low", "high"), [("given back", 100, 140), ("kept", -20, 40)])
+@pytest.mark.parametrize(
+    ("way", "low", "high"), [("given back", 100, 140), *soak(("kept", -20, 40))]
+)
 @pytest.mark.cold_start
 def test_blocks_of_some_mebibytes(way, low, high):
     done = subprocess.run(

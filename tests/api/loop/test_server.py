@@ -244,7 +244,7 @@ def test_a_server_that_is_killed_goes_on_and_trains_on_nothing_twice(tmp_path):
     assert len({one.id for one in committed}) == len(committed) > 100
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_killed_server_makes_the_same_losses_of_several_agents(tmp_path):
     def losses(folder, killed):
         """Trains three steps; the server is killed after the second."""

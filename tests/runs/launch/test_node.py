@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from slow import soak
 
 from agentevo.errors import ConfigError
 from agentevo.runs.folder.identity import ensure_run_folder
@@ -158,7 +159,7 @@ def test_two_nodes_do_one_run_and_end_together(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [(1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("asked", [(0, 1), *soak((1,))], ids=str)
 def test_ranks_on_two_nodes_end_by_the_code_of_the_first(asked, tmp_path):
     """The trainer samples by itself, and ends after its step, whichever node is asked to end; the
     other rank is sent home, and its node says how the first one ended."""
