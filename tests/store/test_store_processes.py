@@ -16,7 +16,6 @@ from subprocess import Popen
 import pytest
 from server_fixtures import running_mongodb
 from servers import MongoDB, PostgreSQL, unused_name
-from slow import soak
 
 from agentevo.errors import StoreError, StoreUnavailableError
 from agentevo.store import Store, open_store
@@ -118,7 +117,9 @@ async def check_whole(store: Store, num_tasks: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("num_tasks", "kills"), [(40, 6), *soak((100, 20))])
+@pytest.mark.parametrize(
+    ("num_tasks", "kills"), [(40, 6), pytest.param(100, 20, marks=pytest.mark.soak)]
+)
 def test_kills_lose_nothing_and_double_nothing(
     num_tasks: int, kills: int, new_url: Callable[[], str], start_script: Start
 ) -> None:

@@ -51,6 +51,7 @@ ARCHITECTURES = [
 ]
 """The last four compute rows."""
 QUICK = ("qwen3-moe", "lfm2")
+IN_CI = ("mixtral", "gpt-oss")
 GRPO = AlgorithmSection(aggregation="token-mean", entropy_coef=0.02, clip_high=0.28)
 TOLERANCE = 1e-5
 
