@@ -59,9 +59,6 @@ PRELOADED = (
     "agentevo.store.postgresql",
     "agentevo.observability.plots",
     "matplotlib.backends.backend_agg",
-    "mcp.client.stdio",
-    "mcp.client.streamable_http",
-    "mcp.server.mcpserver",
     "peft",
     "tensorboard",
     "torch.utils.tensorboard",
@@ -121,8 +118,8 @@ class WarmParent:
 
     def can_start(self, environment: dict[str, str]) -> bool:
         return all(
-            self._environment.get(name) == value
-            for name, value in environment.items()
+            self._environment.get(name) == environment.get(name)
+            for name in self._environment.keys() | environment.keys()
             if name.startswith(READ_AT_IMPORT) and name not in IMITATED
         )
 
