@@ -11,6 +11,7 @@ from urllib.parse import quote
 import pytest
 from dashboard_visitor import Visitor
 from shown_attempts import NUM_GROUPS, SIZE, STEP, WORD, attempt_name
+from slow import soak
 
 from agentevo.observability.pages.navigation import TABS
 
@@ -58,7 +59,7 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize("width", [1280, *soak(360)])
 def test_every_page_of_a_run_is_whole_accessible_and_fits(
     width: int, busy_url: str, visit: Visit
 ) -> None:
@@ -69,7 +70,7 @@ def test_every_page_of_a_run_is_whole_accessible_and_fits(
         if "show=tokens" in path:
             page.wait_for_selector("[data-t]")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, path
-        for scheme in ("light", "dark")[: 2 if width == 1280 else 1]:
+        for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
             visitor.check_accessible()
 

@@ -184,7 +184,7 @@ def test_ranks_on_two_nodes_end_by_the_code_of_the_first(asked, tmp_path):
     assert int(saved.removeprefix("step-")) == steps[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_stopped_launch_goes_on_with_the_next(tmp_path):
     """Which may have more steps."""
     folder = written(tmp_path, "trainer.steps=400", engines=1, samplers=1)
