@@ -103,14 +103,17 @@ lint: $(VENV)/.dev
 
 venv: $(VENV)/.dev
 
-# Torch goes first and alone, so that TORCH_INDEX_ARGS can't redirect anything else.
-$(VENV)/.core: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "AgentEvo needs Python 3.11 or newer: make ... PYTHON=python3.11")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) $(TORCH_INDEX_ARGS) torch
+$(VENV)/.core: $(VENV)/.torch
 	$(INSTALL) --editable '.[train]'
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.core
+$(VENV)/.dev: $(VENV)/.torch
 	$(INSTALL) --editable '.[dev,all]'
+	touch $(VENV)/.core $@
+
+# Torch goes first and alone, so that TORCH_INDEX_ARGS can't redirect anything else.
+$(VENV)/.torch: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "AgentEvo needs Python 3.11 or newer: make ... PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) $(TORCH_INDEX_ARGS) torch
 	touch $@

@@ -11,6 +11,7 @@ from urllib.parse import quote
 import pytest
 from dashboard_visitor import Visitor
 from shown_attempts import NUM_GROUPS, SIZE, STEP, WORD, attempt_name
+from slow import soak
 
 from agentevo.observability.pages.navigation import TABS
 
@@ -58,7 +59,7 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize("width", [1280, *soak(360)])
 def test_every_page_of_a_run_is_whole_accessible_and_fits(
     width: int, busy_url: str, visit: Visit
 ) -> None:
@@ -91,8 +92,9 @@ def test_every_filter_leads_to_as_many_attempts_as_it_says(listed: Visitor) -> N
         chosen.wait_for()
         assert number_of(page) == many, title
 
-        page.reload()
-        assert number_of(page) == many, title
+        if place == 0:
+            page.reload()
+            assert number_of(page) == many, title
 
         chosen.click()  # takes it back
         page.locator(".choice .chip[aria-current=true]").wait_for(state="detached")

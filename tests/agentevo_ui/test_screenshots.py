@@ -73,6 +73,7 @@ def take(page: Any, name: str, write: bool, place: Path, *, height: int = 860) -
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.soak
 def test_pictures_of_the_docs(
     request: pytest.FixtureRequest, pictured: tuple[str, str], visit: Visit, tmp_path: Path
 ) -> None:

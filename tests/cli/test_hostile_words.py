@@ -25,7 +25,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from hostile_words import SMALL, Hostile, furnish
-from slow import slow, soak
 
 from agentevo.cli.main import main
 from agentevo.config import build_config
@@ -228,8 +227,9 @@ def asked_for(default: list[int]) -> list[int]:
     return list(range(int(wish))) if wish else default
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("stopped_at_work")
-@pytest.mark.parametrize("part", [*slow(0), *soak(*range(1, 8))])
+@pytest.mark.parametrize("part", range(8))
 def test_a_thousand_hostile_command_lines(finished_run, tmp_path, part):
     seeds = asked_for([8 * number + place for number in range(250) for place in range(4)])
     run_cases(seeds[part::8], finished_run, tmp_path)

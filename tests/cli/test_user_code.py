@@ -11,6 +11,7 @@ import time
 import pytest
 import yaml
 from byte_policy import byte_policy
+from slow import soak
 
 PLUGIN = """
 import random
@@ -105,7 +106,7 @@ def plug_in(folder, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["entry point", "import"])
+@pytest.mark.parametrize("how", ["entry point", *soak("import")])
 @pytest.mark.parametrize("what", WHOLE)
 def test_a_whole_run_killed_and_resumed(tmp_path, what, how):
     path, keys = plug_in(tmp_path, how)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from slow import soak
 
 import agentevo
 from agentevo.cli import main as cli
@@ -59,9 +60,8 @@ NOT_PRINTED = {
 }
 """Files that must be there for what a page prints, and that it describes only."""
 
-TYPED = [
-    "agents", "algorithms", "environments", "loop", "multi_agent", "rewards", "tasks", "tools",
-]  # fmt: skip
+TYPED = ["agents", "algorithms", "loop", "tasks", "tools"]
+TYPED_IN_SOAK = ["environments", "multi_agent", "rewards"]
 """Pages whose files and commands are typed as printed."""
 LONGEST_FILE = 60
 
@@ -282,7 +282,7 @@ def check_recipe(words: list[str], place: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", TYPED)
+@pytest.mark.parametrize("page", [*TYPED, *soak(*TYPED_IN_SOAK)])
 def test_what_the_page_prints_works(page, tmp_path):
     name = f"docs/{page}.md"
     files = write_files(name, tmp_path)

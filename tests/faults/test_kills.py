@@ -14,6 +14,7 @@ from fault_checks import Account, account, check, expected_ids, final_weights
 from fault_environment import under
 from fault_processes import PHASES_OF, Component
 from servers import unused_name
+from slow import soak
 
 from agentevo.config import RunConfig
 
@@ -73,10 +74,10 @@ def test_a_part_that_is_killed(
     ("policy", "kinds", "victim"),
     [
         ("mask", ("train",), "train"),
-        ("cancel", ("train",), "train"),
-        ("mask", APART, "sample"),
-        ("cancel", APART, "serve"),
         ("correct", APART, "learn"),
+        pytest.param("cancel", ("train",), "train", marks=pytest.mark.soak),
+        pytest.param("mask", APART, "sample", marks=pytest.mark.soak),
+        pytest.param("cancel", APART, "serve", marks=pytest.mark.soak),
     ],
 )
 def test_policies_that_take_what_is_ready(
@@ -94,7 +95,7 @@ def test_policies_that_take_what_is_ready(
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("victim", ["serve", "learn"])
+@pytest.mark.parametrize("victim", ["learn", *soak("serve")])
 def test_weights_over_a_process_group(
     victim: str, kills: int | None, small: Small, members: Members
 ) -> None:
@@ -106,8 +107,8 @@ def test_weights_over_a_process_group(
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("victim", ["sample", "learn"])
-@pytest.mark.parametrize("server", ["postgresql", "mongodb"])
+@pytest.mark.parametrize("victim", ["sample", *soak("learn")])
+@pytest.mark.parametrize("server", ["postgresql", *soak("mongodb")])
 def test_on_a_database_server(
     server: str,
     victim: str,

@@ -23,7 +23,7 @@ def test_a_flood_of_releases_costs_no_task_and_holds_nobody_up(tmp_path):
     flood(tmp_path, 20_000)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_million_releases_hold_nobody_up(tmp_path, monkeypatch):
     flood(tmp_path, 1_000_000)
 

@@ -69,7 +69,7 @@ def forwards(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", ["full", *soak("none")])
 @pytest.mark.parametrize("name", ["gemma2", *soak("qwen3")])
 def test_gradients_are_those_of_the_layers_themselves(name, checkpointing, random_model):
     model = compile_layers(plain(random_model, name))

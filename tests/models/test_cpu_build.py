@@ -193,7 +193,7 @@ def test_a_compiler_that_hangs_is_ended(folder, tmp_path, monkeypatch):
     assert not list(folder.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_processes_that_build_at_once(folder, counting_compiler):
     program = "from agentevo.models.compute.cpu_kernels import why_not; print(why_not()[0])"
     running = [

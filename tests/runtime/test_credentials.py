@@ -303,7 +303,7 @@ def test_a_whole_run_leaves_the_password_nowhere(recipe, capfd):
         while not over.is_set():
             for process in psutil.process_iter(["cmdline"]):
                 lines.add(" ".join(process.info["cmdline"] or []))
-            time.sleep(0.2)
+            time.sleep(1)
 
     looking = threading.Thread(target=look)
     looking.start()

@@ -230,7 +230,7 @@ def test_the_end_of_a_run_waits_for_a_slow_store_only_so_long(
     assert told == [f"1 calls of attempts were not recorded: {why}"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_million_calls_take_bounded_memory(
     store: MemoryStore, make_log: Callable[..., CallLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:

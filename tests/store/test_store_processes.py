@@ -117,12 +117,13 @@ async def check_whole(store: Store, num_tasks: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("num_tasks", "kills"), [(40, 6), pytest.param(100, 20, marks=pytest.mark.soak)]
+)
 def test_kills_lose_nothing_and_double_nothing(
-    new_url: Callable[[], str], start_script: Start
+    num_tasks: int, kills: int, new_url: Callable[[], str], start_script: Start
 ) -> None:
     """Kills are spread over the work: each waits until its share of the tasks is committed."""
-    num_tasks = 100
-    kills = 20
     rng = random.Random(7)
 
     async def scenario() -> None:
@@ -188,7 +189,7 @@ asyncio.run(main(sys.argv[1]))
     async def scenario() -> None:
         url = new_url()
         async with await open_store(url) as store:
-            await store.add_tasks([Task(id=f"t{i}") for i in range(200)])
+            await store.add_tasks([Task(id=f"t{i}") for i in range(100)])
             processes = [start_script(program, url) for _ in range(3)]
             outputs = [
                 await asyncio.to_thread(process.stdout.read)
@@ -196,7 +197,7 @@ asyncio.run(main(sys.argv[1]))
                 if process.stdout
             ]
             assert [process.wait() for process in processes] == [0, 0, 0]
-            assert sorted(" ".join(outputs).split()) == sorted(f"t{i}" for i in range(200))
+            assert sorted(" ".join(outputs).split()) == sorted(f"t{i}" for i in range(100))
 
     asyncio.run(scenario())
 

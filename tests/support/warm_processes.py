@@ -269,11 +269,15 @@ def _start_parent() -> WarmParent:
     return WarmParent(ours, environment)
 
 
-def be_parent(number: int) -> NoReturn:
-    """Imports what programs import, then serves requests until the caller has ended."""
+def preload() -> None:
+    """Imports what programs import."""
     for name in PRELOADED:
         importlib.import_module(name)
 
+
+def be_parent(number: int) -> NoReturn:
+    """Imports what programs import, then serves requests until the caller has ended."""
+    preload()
     gc.collect()
     gc.freeze()
 

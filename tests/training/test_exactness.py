@@ -51,6 +51,7 @@ ARCHITECTURES = [
 ]
 """The last four compute rows."""
 QUICK = ("qwen3-moe", "lfm2")
+IN_CI = ("mixtral", "gpt-oss")
 GRPO = AlgorithmSection(aggregation="token-mean", entropy_coef=0.02, clip_high=0.28)
 TOLERANCE = 1e-5
 
@@ -162,7 +163,12 @@ def check_update(model, alone, samples, tokens: int, slow_loss, gradient) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", [*QUICK, *slow(*(name for name in ARCHITECTURES if name not in QUICK))]
+    "name",
+    [
+        *QUICK,
+        *slow("mixtral", "gpt-oss"),
+        *soak(*(name for name in ARCHITECTURES if name not in (*QUICK, "mixtral", "gpt-oss"))),
+    ],
 )
 def test_updates_of_random_tries(name, random_model, samples_of, slow_loss, gradient, monkeypatch):
     one = copy.deepcopy(random_model(name))
@@ -226,7 +232,9 @@ def test_output_layers_tied_to_the_embeddings_and_not(random_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "qwen3-moe", "gpt-oss", "llama4"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt-oss", *soak("gemma2", "mistral", "qwen3-moe", "llama4")]
+)
 def test_updates_of_adapters(name, random_model, samples_of, slow_loss, gradient):
     """And the reference that is the base under them."""
     bare = random_model(name).alone

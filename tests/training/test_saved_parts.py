@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from several_processes import run_processes
+from slow import soak
 
 sys.path.insert(0, str(Path(__file__).parent))
 import saved_runs as runs
@@ -31,7 +32,7 @@ def together(folder: Path, what: str, key: str, size: int, world: int) -> list[d
     return [torch.load(out) for out in outs]
 
 
-@pytest.fixture(scope="module", params=["shard", "pipeline"])
+@pytest.fixture(scope="module", params=["shard", *soak("pipeline")])
 def key(request):
     return request.param
 

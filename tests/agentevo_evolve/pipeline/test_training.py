@@ -102,7 +102,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_after_a_kill_only_the_stage_under_way_has_a_second_process(whole: Path):
     state = read_state(whole)
     assert state.status == "finished"

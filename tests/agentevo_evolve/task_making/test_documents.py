@@ -286,7 +286,7 @@ def test_the_folder_is_a_runs_tasks_and_its_search_tools_corpus(
     assert not (tmp_path / "no").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.smollm2
 @pytest.mark.timeout(1800)
 def test_a_model_that_is_computed_here_writes_questions_in_the_form(

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slow import soak
 
 from agentevo.agents.tools.toolbox import Toolbox
 from agentevo.config import build_config
@@ -94,7 +95,7 @@ def test_checks_that_are_none_are_a_bad_row(shelf, checks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("session", ["attempt", "shared"])
+@pytest.mark.parametrize("session", ["attempt", *soak("shared")])
 def test_a_server_that_was_started_again_is_not_judged(session, shelf):
     """Neither that what the calls had left is right, nor that what it begins with is. Another
     server's state is what its calls left."""

@@ -38,7 +38,11 @@ def play_well(open_page: Open) -> None:
         ("for (;;) alert('again')", "dialogs"),
         ("for (;;) open('about:blank')", "windows|deadline_s"),
         ("for (;;);", "deadline_s"),
-        ("const all = []; for (;;) all.push(new Array(1e6).fill(1.5))", "crash|deadline_s"),
+        pytest.param(
+            "const all = []; for (;;) all.push(new Array(1e6).fill(1.5))",
+            "crash|deadline_s",
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_a_page_that_floods_the_browser_fails_its_attempt(
@@ -189,6 +193,7 @@ def test_a_page_may_read_its_own_folder(chromium: str, tmp_path: Path) -> None:
         environment.close()
 
 
+@pytest.mark.soak
 def test_a_page_of_100_mb(open_page: Open, site: Any) -> None:
     environment = open_page(GOOD, observation="text", deadline_s=60)
     try:

@@ -20,6 +20,14 @@ from agentevo.runs.folder.resume_rules import changes, check_resume
 from agentevo.types import Message, Task
 
 
+@pytest.fixture(scope="module")
+def of_one_step(tmp_path_factory, small_config, quiet_view) -> Path:
+    """A folder with a finished run of one step."""
+    folder = tmp_path_factory.mktemp("of_one_step")
+    train(small_config(folder / "run", "trainer.steps=1"), view=quiet_view())
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
@@ -32,15 +40,15 @@ from agentevo.types import Message, Task
         "store.url=sqlite:///{folder}/elsewhere.sqlite",
     ],
 )
-def test_another_run_is_not_resumed(change, tmp_path, small_config, quiet_view):
-    train(small_config(tmp_path / "run", "trainer.steps=1"), view=quiet_view())
+def test_another_run_is_not_resumed(change, of_one_step, small_config, quiet_view):
+    folder = of_one_step / "run"
     before = {
         path: path.read_bytes()
-        for path in (tmp_path / "run").glob("*.*")
+        for path in folder.glob("*.*")
         if path.suffix in {".yaml", ".json", ".jsonl"}
     }
 
-    other = small_config(tmp_path / "run", "trainer.steps=2", change.format(folder=tmp_path))
+    other = small_config(folder, "trainer.steps=2", change.format(folder=of_one_step))
     with pytest.raises(
         ConfigError,
         match=rf"was started with {change.split('=')[0]}=.* and not .*give another run\.dir",

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from slow import soak
 
 from agentevo.errors import ConfigError
 from agentevo.runs.folder.identity import ensure_run_folder
@@ -158,7 +159,7 @@ def test_two_nodes_do_one_run_and_end_together(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [(1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("asked", [(0, 1), *soak((1,))], ids=str)
 def test_ranks_on_two_nodes_end_by_the_code_of_the_first(asked, tmp_path):
     """The trainer samples by itself, and ends after its step, whichever node is asked to end; the
     other rank is sent home, and its node says how the first one ended."""
@@ -183,7 +184,7 @@ def test_ranks_on_two_nodes_end_by_the_code_of_the_first(asked, tmp_path):
     assert int(saved.removeprefix("step-")) == steps[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_stopped_launch_goes_on_with_the_next(tmp_path):
     """Which may have more steps."""
     folder = written(tmp_path, "trainer.steps=400", engines=1, samplers=1)

@@ -395,7 +395,7 @@ def test_the_chosen_agents_reward_rises_and_the_others_weights_stay(tmp_path, po
     assert policies.moved("solver") and not policies.moved("writer")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_adapters_over_one_base_are_both_trained(tmp_path, policies):
     loaded = load_model(ModelSection.model_validate(TINY), seed=3)
     base = save_model(loaded.model, loaded.tokenizer, tmp_path / "base")

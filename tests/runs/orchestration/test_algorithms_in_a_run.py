@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from slow import slow, soak
+from slow import soak
 from transformers import LlamaConfig, LlamaForTokenClassification
 
 from agentevo.api.run import train
@@ -60,11 +60,11 @@ CASES = {
         ["reward_parts/environment/mean", "reward_parts/format/mean"],
     ),
 }
-QUICK = ("turn_ppo", "remax", "gdpo", "corrected")
+IN_CI = ("turn_ppo", "remax", "gdpo", "corrected", "prime", "shared", "reward_kl")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in CASES if name not in QUICK))])
+@pytest.mark.parametrize("name", [*IN_CI, *soak(*(name for name in CASES if name not in IN_CI))])
 def test_an_algorithm_trains_through_the_whole_loop(name, tmp_path, small_config, quiet_view):
     overrides, expected = CASES[name]
     folder = tmp_path / "run"
@@ -94,8 +94,8 @@ def test_value_pretraining_comes_first(tmp_path, small_config, quiet_view):
     "overrides",
     [
         ["algorithm.name=ppo", "critic.pretrain_steps=1", "critic.learning_rate=1e-3"],
-        ["algorithm.name=prime", "process_reward.learning_rate=1e-3"],
         *soak(
+            ["algorithm.name=prime", "process_reward.learning_rate=1e-3"],
             ["algorithm.name=ppo", "critic.trunk=shared"],
             [
                 "algorithm.name=remax",

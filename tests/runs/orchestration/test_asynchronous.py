@@ -8,7 +8,7 @@ import time
 from collections import Counter
 
 import pytest
-from slow import slow
+from slow import soak
 
 from agentevo.agents import EnvironmentAgent
 from agentevo.api.run import Run, train
@@ -44,9 +44,9 @@ def trained_on(folder):
     ("policy", "sharing", "in_flight"),
     [
         pytest.param("wait", "overlap", "finish", marks=pytest.mark.slow),
-        pytest.param("wait", "turns", "continue", marks=pytest.mark.slow),
+        pytest.param("wait", "turns", "continue", marks=pytest.mark.soak),
         pytest.param("mask", "turns", "continue", marks=pytest.mark.slow),
-        pytest.param("cancel", "overlap", "continue", marks=pytest.mark.slow),
+        pytest.param("cancel", "overlap", "continue", marks=pytest.mark.soak),
         pytest.param("correct", "turns", "finish", marks=pytest.mark.slow),
     ],
 )
@@ -111,7 +111,7 @@ def test_an_interrupted_run_goes_on(tmp_path, small_config, quiet_view):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["wait", *slow("mask")])
+@pytest.mark.parametrize("policy", ["wait", *soak("mask")])
 def test_a_step_that_was_reserved_gets_the_same_attempts_again(
     policy, tmp_path, small_config, quiet_view
 ):

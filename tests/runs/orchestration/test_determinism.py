@@ -7,6 +7,7 @@ import random
 import time
 
 import pytest
+from slow import soak
 
 from agentevo.agents import EnvironmentAgent, environment_thread
 from agentevo.api.run import train
@@ -58,7 +59,7 @@ def test_staleness_0_does_not_depend_on_how_long_tools_take(
     "keys",
     [
         ("rollout.sharing=turns", "rollout.staleness=2"),
-        ("rollout.sharing=overlap", "rollout.staleness=1"),
+        *soak(("rollout.sharing=overlap", "rollout.staleness=1")),
     ],
 )
 def test_wait_draws_the_same_tokens_whatever_comes_when(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slow import soak
 from transformers import AutoModelForCausalLM
 
 from agentevo.cli.main import main
@@ -23,7 +24,7 @@ APART = ["rollout.samplers=1", "rollout.staleness=1", "trainer.parallel.shard=2"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["shard", "pipeline"])
+@pytest.mark.parametrize("key", ["shard", *soak("pipeline")])
 def test_what_no_process_has_whole_is_published_saved_and_resumed(key, tmp_path, capsys):
     """Checkpoints are written while steps go on; with the newest gone, one process does the last
     steps again from their plans and goes on."""
@@ -60,7 +61,7 @@ def test_what_no_process_has_whole_is_published_saved_and_resumed(key, tmp_path,
     assert main(["audit", str(run)]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_changed_is_all_that_is_published_of_weights_in_parts(tmp_path):
     """Engines sample with it, a checkpoint has the same weights, and who resumes alone begins with
     a full version."""

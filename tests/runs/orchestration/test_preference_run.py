@@ -73,7 +73,7 @@ def sampled(tmp_path_factory, small_config, quiet_view):
     return folder
 
 
-@pytest.mark.parametrize("name", ["rft", "dpo", *soak("kto", "spin")])
+@pytest.mark.parametrize("name", ["dpo", *soak("rft", "kto", "spin")])
 def test_it_learns_from_sampled_groups(name, tmp_path, quiet_view):
     run = train(
         build_config(COINS, [f"algorithm.name={name}", f"run.dir={tmp_path / 'run'}"]),

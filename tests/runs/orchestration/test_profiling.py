@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from byte_policy import byte_policy
+from slow import soak
 
 from agentevo.api.run import sft, train
 from agentevo.config import ProfileSection, RunConfig, build_config
@@ -162,7 +163,7 @@ def test_a_run_that_ends_within_the_profile_writes_what_there_is(
     assert run.summary["profile"]["steps"] == [4]
 
 
-@pytest.mark.parametrize("method", ["start", "stop", "export_chrome_trace"])
+@pytest.mark.parametrize("method", ["stop", *soak("start", "export_chrome_trace")])
 @pytest.mark.slow
 def test_a_profiler_that_fails_is_told_and_the_run_goes_on(
     small_config: SmallConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str

@@ -93,7 +93,7 @@ class Single:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "size",
-    ["shard=2", "context=2", "pipeline=2", *soak("tensor=2")],
+    ["shard=2", *soak("context=2", "pipeline=2", "tensor=2")],
 )
 def test_a_shared_run_is_one_processs_and_goes_on_in_one(size, single, tmp_path):
     """Two processes train two steps, one process a third."""

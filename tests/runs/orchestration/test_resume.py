@@ -94,7 +94,7 @@ def test_a_clean_stop_and_a_resume(
     assert_same(outcome_of(config.run_dir), whole)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_stopping_after_every_step(
     whole, tmp_path, small_config, quiet_view, outcome_of, assert_same
 ):

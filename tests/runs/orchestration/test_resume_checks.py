@@ -105,7 +105,7 @@ def rows_of(store: Path) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_a_resume_does_not_refuse_changes_nothing(
     killed: Path,
     tmp_path: Path,

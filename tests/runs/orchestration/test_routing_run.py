@@ -150,6 +150,7 @@ def run_cli(*words: str) -> int:
     ).returncode
 
 
+@pytest.mark.soak
 def test_engines_and_samplers_of_their_own(moe_config, tmp_path, quiet_view):
     config = moe_config(
         tmp_path / "run",

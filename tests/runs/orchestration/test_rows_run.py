@@ -25,6 +25,7 @@ from agentevo.observability import read_metrics
 from agentevo.runs.orchestration.players import corpus_of
 
 pytestmark = pytest.mark.slow
+IN_CI = ("lfm2", "qwen3_next", "gpt_oss")
 
 KILLED = """
 import os, signal, sys
@@ -141,7 +142,9 @@ def check_killed(tmp_path, quiet_view, outcome_of, assert_same):
     return check
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name", [*IN_CI, *soak(*(name for name in ARCHITECTURES if name not in IN_CI))]
+)
 def test_two_steps(name, coins_model, tool_tasks, tmp_path, quiet_view):
     """Of coins, and one of a tool agent whose untrained policy makes no call."""
     model = coins_model(name)
@@ -226,12 +229,14 @@ def test_killed_and_resumed_bit_for_bit(name, lake_config, check_killed):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("algorithm.name=ppo", "critic.trunk=shared"),
         ("algorithm.name=ppo", "critic.trunk=own", "model.lora.rank=2"),
-        ("algorithm.name=dpo", "algorithm.pairs=best_worst"),
         ("memory.checkpointing=full", "algorithm.kl_coef=0.01"),
+        *soak(
+            ("algorithm.name=ppo", "critic.trunk=shared"),
+            ("algorithm.name=dpo", "algorithm.pairs=best_worst"),
+        ),
     ],
-    ids=["shared critic", "own critic, LoRA", "DPO", "reference"],
+    ids=["own critic, LoRA", "reference", "shared critic", "DPO"],
 )
 def test_every_trainer_takes_it(overrides, lake_config, tmp_path, quiet_view):
     config = lake_config("lfm2", tmp_path / "run", *overrides)

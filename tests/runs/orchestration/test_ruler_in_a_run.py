@@ -45,7 +45,7 @@ def _knows_coins(body, handler) -> None:
     gives(chat(verdict(scores)))(body, handler)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_held_out_success_rises_by_ruler_alone(tmp_path, quiet_view):
     """The environment's own reward says what success is, and has the weight 0."""

@@ -71,7 +71,7 @@ def written(folder):
         return []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_gateway_without_torch_brings_attempts_that_a_trainer_trains_on(
     light, small_config, tmp_path
 ):

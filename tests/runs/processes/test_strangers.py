@@ -76,7 +76,7 @@ async def tokens_per_s(client, seconds: float) -> float:
     return tokens / (time.monotonic() - begun)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("again_s", "least"), [(5.0, 0.7), pytest.param(0.5, 0.4, marks=pytest.mark.soak)]
 )

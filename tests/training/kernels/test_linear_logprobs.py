@@ -328,7 +328,7 @@ def saved_bytes(num_rows, num_tokens):
     return sum(sizes)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_is_saved_does_not_grow_with_the_vocabulary():
     of_rows = saved_bytes(40, 2000) - module.KEPT_BYTES
     assert of_rows <= 40 * 4 * 10, "a few numbers a row"
