@@ -6,7 +6,8 @@ from dataclasses import asdict
 import pytest
 
 from agentevo.config import build_config
-from agentevo.observability.collapse import CollapseMonitor
+from agentevo.observability.finding_monitor import FindingMonitor
+from agentevo.observability.findings import Recipe
 from agentevo.observability.remedies import Remedies, remedies_of
 from agentevo.rollout.task_source import TaskSource
 from agentevo.types import Task
@@ -75,13 +76,14 @@ def test_a_damaged_recipe_has_the_advice_that_always_holds(tree):
 
 
 def test_the_monitor_advises_what_it_is_told():
-    monitor = CollapseMonitor(remedies=Remedies(answer_shorter="speak up"))
+    monitor = FindingMonitor(Recipe(remedies=Remedies(raise_entropy="speak up")))
+    low = {"critic/score/mean": 0.3, "actor/entropy": 0.01}
     found = [
         warning.message
         for step in range(1, 40)
-        for warning in monitor.observe(step, {"response_length/clip_ratio": 0.9})
+        for warning in monitor.observe(step, low if step > 6 else low | {"actor/entropy": 1.0})
     ]
-    assert found and "or speak up." in found[0]
+    assert found and "Speak up" in found[0]
 
 
 def test_a_step_with_fewer_groups_than_asked_is_said():
