@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from made_attempts import make_attempt, make_group, make_step
 
 from agentevo.observability.attempt_facts import (
     SPEAKS_TO_JUDGE,
@@ -16,7 +17,6 @@ from agentevo.observability.attempt_facts import (
 from agentevo.observability.finding_monitor import ONLY_AT_START, TITLES, FindingMonitor
 from agentevo.observability.findings import Recipe, learning_findings
 from agentevo.rewards.injections import INJECTIONS
-from made_attempts import make_attempt, make_group, make_step
 
 MIXED = [0, 1, 0, 1]
 SAME = "As every careful reader knows well, it is blue"

@@ -12,7 +12,7 @@ from agentevo.types import Message, ToolCall, Trajectory, Turn
 _numbers = itertools.count()
 
 
-def make_attempt(
+def make_attempt(  # noqa: PLR0913 (each finding looks for another)
     reward: float = 0.0,
     *,
     group: str = "g0",

@@ -4,12 +4,12 @@ to change."""
 import math
 
 import pytest
+from made_attempts import make_group
 
 from agentevo.observability.attempt_facts import AttemptFacts, facts_of
 from agentevo.observability.findings import Recipe
 from agentevo.observability.remedies import remedies_of
 from agentevo.runs.doctor import checks as v
-from made_attempts import make_group
 
 GIB = v.GIB
 RECIPE = Recipe(

@@ -156,12 +156,14 @@ def judge_play(facts: AttemptFacts, rewards: Sequence[float], recipe: Recipe) ->
     }
 
     checks = []
-    for name, codes in CODES_OF_CHECKS.items():
-        found = [findings[code] for code in codes if code in findings]
+    if not recipe.learns_from_reward:
+        del good["rewards"]
+    for name in good:
+        found = [findings[code] for code in CODES_OF_CHECKS[name] if code in findings]
         checks += [Check(name, "warning", f.seen, _chance(f.code) + f.remedy) for f in found]
         checks += [Check(name, "good", good[name])] if good[name] and not found else []
 
-    if facts.attempts < 2:
+    if facts.attempts < 2 and recipe.learns_from_reward:
         few = f"{facts.attempts} finished attempts: nothing to compare"
         advice = "raise trainer.group_size, and see the attempts above"
         checks[0] = Check("rewards", "wrong", few, advice)
