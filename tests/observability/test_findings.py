@@ -98,13 +98,14 @@ def test_a_reward_for_format_alone_is_seen() -> None:
         healthy(0),
         healthy(1),
         make_step(rewards=MIXED, is_cut=True),  # answers of one token, by design
+        make_step(rewards=[0, 0.1], is_cut=True, metrics={"num_format_errors": 0.0}),
         make_step(rewards=[1, 1, 1, 0], is_same=True),  # solved: certainty is the goal
         make_step(rewards=[1, 1, 1, 1, 1, 1, 1, 1, 1, 0], offered=["find"]),  # needs no tool
         [t for name in "abc" for t in lengths([0, 0, 0, 0.5], name) + make_group(rewards=MIXED)],
         make_step(rewards=[0, 0.2, 0.1, 0.3]),  # no success yet, and rewards that differ
         [],
     ],
-    ids=["few", "tools", "cut", "certain", "no tool", "lengths", "shaped", "none"],
+    ids=["few", "tools", "cut", "understood", "certain", "no tool", "lengths", "shaped", "none"],
 )
 def test_attempts_that_teach_are_left_in_peace(attempts) -> None:
     facts = add_facts(facts_of(attempts) for _ in range(3))

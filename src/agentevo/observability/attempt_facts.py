@@ -79,7 +79,8 @@ class AttemptFacts(msgspec.Struct, kw_only=True):
     nats."""
     completions: int = 0
     cut_completions: int = 0
-    """Those that the token limit ended."""
+    """Those that the token limit ended; of an environment's agent, without those whose action was
+    understood."""
     cut_attempts: int = 0
     """Attempts with such a completion."""
     cut_successes: int = 0
@@ -205,6 +206,9 @@ def _count_group(facts: AttemptFacts, group: Sequence[Trajectory]) -> None:
 
 def _count_calls(facts: AttemptFacts, t: Trajectory) -> None:
     num_cut = sum(turn.finish_reason == "length" for turn in t.turns)
+    if BROKEN_TURNS in t.metrics:  # an action that was understood is whole
+        num_cut = min(num_cut, int(t.metrics[BROKEN_TURNS]))
+
     facts.cut_completions += num_cut
     facts.cut_attempts += num_cut > 0
     facts.cut_successes += num_cut > 0 and t.success

@@ -109,7 +109,9 @@ def _find_equal_rewards(facts: AttemptFacts, recipe: Recipe, where: str) -> Find
     remedies = recipe.remedies
     others = num - facts.failed_groups - facts.solved_groups
     kinds = {"failed": facts.failed_groups, "solved": facts.solved_groups, "others": others}
-    shares = f"in {facts.equal_groups} of {num} group{'s' * (num != 1)} {where} all attempts have"
+    shares = f"in {facts.equal_groups} of {num} groups {where} all attempts have"
+    if num == 1:
+        shares = f"all {facts.group_size} attempts {where} have"
     seen = f"{shares} the same reward ({pass_words(facts)}), so no attempt is better than another"
     if kinds["failed"] >= EQUAL_SHARE * num:
         remedy = (

@@ -3,7 +3,7 @@ none that is already set."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +51,13 @@ PENALTIES = ("format_penalty", "call_penalty", "code_penalty")
 """Keys of agents that make a reward depend on the form of replies."""
 
 
-def remedies_of(tree: Mapping[str, Any]) -> Remedies:
-    """The remedies of a resolved recipe (config.yaml, or `RunConfig.model_dump`). A missing or
-    damaged value counts as unknown."""
+ADVISED = {"entropy_coef": 0.001, "kl_coef": 0.001, "clip_high": 0.28}
+"""Keys of the section algorithm that advice may set, with a value. Some algorithms refuse them."""
+
+
+def remedies_of(tree: Mapping[str, Any], refused: Collection[str] = ()) -> Remedies:
+    """The remedies of a resolved recipe (`RunConfig.model_dump`). `refused`: the keys of ADVISED
+    that its algorithm does not use. A missing or damaged value counts as unknown."""
     if not isinstance(tree.get("agent"), Mapping):
         return Remedies()
 
@@ -94,16 +98,22 @@ def remedies_of(tree: Mapping[str, Any]) -> Remedies:
         + (" or raise algorithm.length_weight" if algorithm.get("length_weight") else ""),
         check_judge="check the judge with `agentevo judge`" if _has_judge(tree) else "",
         fresher_tokens=_fresher_tokens(_section(tree, "rollout")),
-        raise_entropy=("raise algorithm.entropy_coef" if entropy else Remedies.raise_entropy),
+        raise_entropy="begin from a policy with more entropy"
+        if "entropy_coef" in refused
+        else ("raise algorithm.entropy_coef" if entropy else Remedies.raise_entropy),
         lower_entropy=Remedies.lower_entropy + (" or algorithm.entropy_coef" if entropy else ""),
-        limit_drift="raise algorithm.kl_coef" if algorithm.get("kl_coef") else Remedies.limit_drift,
+        limit_drift="begin again from an earlier checkpoint"
+        if "kl_coef" in refused
+        else ("raise algorithm.kl_coef" if algorithm.get("kl_coef") else Remedies.limit_drift),
         widen_clipping=""
-        if isinstance(clip, int | float) and clip >= 0.28
+        if "clip_high" in refused or (isinstance(clip, int | float) and clip >= 0.28)
         else Remedies.widen_clipping,
         keep_groups=(
             "keep groups without spread for their entropy bonus (algorithm.drop_zero_variance="
             "false)"
             if algorithm.get("drop_zero_variance")
+            and algorithm.get("dynamic_sampling") in (None, 1)
+            and "entropy_coef" not in refused
             else ""
         ),
         raise_precision=""

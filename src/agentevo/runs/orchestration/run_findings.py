@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from agentevo.config import RunConfig
+from agentevo.config import AlgorithmSection, RunConfig
 from agentevo.config.named_agents import by_rank
 from agentevo.observability.attempt_facts import AttemptFacts, facts_of
 from agentevo.observability.findings import Recipe
 from agentevo.observability.hacking import Estimate
 from agentevo.observability.metrics import read_evaluations
-from agentevo.observability.remedies import remedies_of
+from agentevo.observability.remedies import ADVISED, remedies_of
 from agentevo.rewards.judging import JudgeOptions
 from agentevo.rollout.sampler import BASELINE
 from agentevo.runs.folder.creation import RunCommand
@@ -22,7 +22,7 @@ def recipe_of(config: RunConfig, command: RunCommand = "train") -> Recipe:
     is_supervised = command == "sft"
     trains = config.trainer.epochs > 0 and config.trainer.steps > 0
     return Recipe(
-        remedies=remedies_of(config.model_dump(mode="json")),
+        remedies=remedies_of(config.model_dump(mode="json"), _refused_keys(config.algorithm)),
         learns_from_reward=trains and not config.distillation.is_alone,
         within_group=config.algorithm.within_group,
         max_grad_norm=config.sft.max_grad_norm if is_supervised else config.trainer.max_grad_norm,
@@ -31,6 +31,19 @@ def recipe_of(config: RunConfig, command: RunCommand = "train") -> Recipe:
         scorers=tuple(reward.title for reward in config.rewards),
         is_judged=bool(config.rewards) and isinstance(config.rewards[0], JudgeOptions),
     )
+
+
+def _refused_keys(section: AlgorithmSection) -> set[str]:
+    """The keys of ADVISED that the recipe's algorithm does not use."""
+    given = section.model_dump(exclude_unset=True)
+    refused = set()
+    for key, value in ADVISED.items():
+        try:
+            AlgorithmSection.model_validate({**given, key: value})
+        except ValueError:
+            refused.add(key)
+
+    return refused
 
 
 def facts_of_step(
