@@ -103,9 +103,10 @@ def test_a_reward_for_format_alone_is_seen() -> None:
         make_step(rewards=[1, 1, 1, 1, 1, 1, 1, 1, 1, 0], offered=["find"]),  # needs no tool
         [t for name in "abc" for t in lengths([0, 0, 0, 0.5], name) + make_group(rewards=MIXED)],
         make_step(rewards=[0, 0.2, 0.1, 0.3]),  # no success yet, and rewards that differ
+        make_step(groups=19, rewards=[1] * 4) + make_group(group="hard", rewards=[0] * 4),
         [],
     ],
-    ids=["few", "tools", "cut", "understood", "certain", "no tool", "lengths", "shaped", "none"],
+    ids=["few", "tools", "cut", "understood", "certain", "no tool", "lengths", "shaped", "solved", "none"],
 )
 def test_attempts_that_teach_are_left_in_peace(attempts) -> None:
     facts = add_facts(facts_of(attempts) for _ in range(3))

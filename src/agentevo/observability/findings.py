@@ -125,6 +125,9 @@ def _find_equal_rewards(facts: AttemptFacts, recipe: Recipe, where: str) -> Find
         remedy = f"make the tasks harder {remedies.tasks}, or stop: nothing is left to learn here"
         return _finding("all_solved", f"{seen}: all succeeded", remedy)
 
+    if is_solved(facts):
+        return None
+
     kinds_words = (
         f"{kinds['failed']} all failed, {kinds['solved']} all solved, {kinds['others']} between"
     )
@@ -231,7 +234,8 @@ def _find_unused_tools(facts: AttemptFacts, recipe: Recipe, where: str) -> Findi
 
 def _find_reward_beside_success(facts: AttemptFacts, recipe: Recipe, where: str) -> Finding | None:
     """A reward that follows length or format, and not success, within groups."""
-    if not recipe.learns_from_reward or facts.correlation("r", "s") >= SUCCESS_FOLLOWED:
+    follows_success = facts.correlation("r", "s") >= SUCCESS_FOLLOWED
+    if not recipe.learns_from_reward or follows_success or is_solved(facts):
         return None
 
     followed = {"length": facts.correlation("r", "l"), "broken format": facts.correlation("r", "f")}
