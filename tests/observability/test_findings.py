@@ -106,7 +106,18 @@ def test_a_reward_for_format_alone_is_seen() -> None:
         make_step(groups=19, rewards=[1] * 4) + make_group(group="hard", rewards=[0] * 4),
         [],
     ],
-    ids=["few", "tools", "cut", "understood", "certain", "no tool", "lengths", "shaped", "solved", "none"],
+    ids=[
+        "few",
+        "tools",
+        "cut",
+        "understood",
+        "certain",
+        "no tool",
+        "lengths",
+        "shaped",
+        "solved",
+        "none",
+    ],
 )
 def test_attempts_that_teach_are_left_in_peace(attempts) -> None:
     facts = add_facts(facts_of(attempts) for _ in range(3))
