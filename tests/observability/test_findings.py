@@ -103,7 +103,7 @@ def test_a_reward_for_format_alone_is_seen() -> None:
         make_step(rewards=[1, 1, 1, 1, 1, 1, 1, 1, 1, 0], offered=["find"]),  # needs no tool
         [t for name in "abc" for t in lengths([0, 0, 0, 0.5], name) + make_group(rewards=MIXED)],
         make_step(rewards=[0, 0.2, 0.1, 0.3]),  # no success yet, and rewards that differ
-        make_step(groups=19, rewards=[1] * 4) + make_group(group="hard", rewards=[0] * 4),
+        make_step(groups=9, rewards=[1] * 4) + make_group(group="hard", rewards=[0] * 4),
         [],
     ],
     ids=[
