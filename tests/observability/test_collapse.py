@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentevo.errors import CheckpointError
-from agentevo.observability.collapse import CollapseLimits, CollapseMonitor, CollapseWarning
+from agentevo.observability.collapse import CollapseSigns
+from agentevo.observability.finding_monitor import COOLDOWN, FindingMonitor, RunWarning
 from agentevo.observability.metrics import MetricsRow
 from examples import examples
 
@@ -35,9 +36,9 @@ def healthy(step: int, rng: random.Random) -> dict[str, float | None]:
     }
 
 
-def run(changes: Mapping[range, Step], steps: int = 60, seed: int = 0) -> list[CollapseWarning]:
+def run(changes: Mapping[range, Step], steps: int = 60, seed: int = 0) -> list[RunWarning]:
     """The warnings of a healthy run whose metrics are replaced in the given ranges of steps."""
-    return list(warnings_of(CollapseMonitor(), timeline(changes, steps, seed)))
+    return list(warnings_of(FindingMonitor(), timeline(changes, steps, seed)))
 
 
 def timeline(changes: Mapping[range, Step], steps: int, seed: int) -> list[tuple[int, Step]]:
@@ -53,9 +54,7 @@ def timeline(changes: Mapping[range, Step], steps: int, seed: int) -> list[tuple
     return made
 
 
-def warnings_of(
-    monitor: CollapseMonitor, steps: Iterable[tuple[int, Step]]
-) -> Iterable[CollapseWarning]:
+def warnings_of(monitor: FindingMonitor, steps: Iterable[tuple[int, Step]]) -> Iterable[RunWarning]:
     for step, metrics in steps:
         yield from monitor.observe(step, metrics)
 
@@ -66,23 +65,12 @@ SCENARIOS: dict[str, dict[range, Step]] = {
     "rollouts_lost": {
         range(30, 31): {"rollout/dropped/failed": 9.0, "rollout/dropped/deadline": 3.0}
     },
-    "all_failing": {
-        range(1, 61): {
-            "critic/score/mean": 0.0,
-            "train/success": 0.0,
-            "group/reward_std/mean": 0.0,
-            "group/zero_std_ratio": 1.0,
-        }
-    },
     "gradient_spike": {range(30, 31): {"actor/grad_norm": 6.0}},
     "spread_vanished": {
         range(20, 61): {**FLAT, "group/reward_std/mean": 0.01, "group/zero_std_ratio": 0.97}
     },
     "entropy_collapsed": {range(20, 61): {**FLAT, "actor/entropy": 0.01}},
     "entropy_exploded": {range(30, 61): {"actor/entropy": 4.0}},
-    "length_limit": {
-        range(20, 61): {"response_length/clip_ratio": 0.7, "response_length/mean": 60.0}
-    },
     "reward_fell": {range(40, 61): {"critic/score/mean": 0.05, "train/success": 0.05}},
 }
 
@@ -95,7 +83,7 @@ def test_a_healthy_run_is_left_in_peace(seed: int) -> None:
 def test_the_sample_run_is_left_in_peace_but_for_its_broken_gradient(
     rows: list[MetricsRow],
 ) -> None:
-    monitor = CollapseMonitor()
+    monitor = FindingMonitor()
     found = list(
         warnings_of(
             monitor, ((int(row["step"] or 0), row) for row in rows if "actor/entropy" in row)
@@ -112,17 +100,6 @@ def test_what_a_filter_of_the_recipe_leaves_out_is_nobodys_fault(reason: str) ->
     """StarPO-S, which keeps a quarter of the groups, and its like."""
     left_out = {f"rollout/dropped/{reason}": 24.0, "rollout/dropped/failed": 1.0}
     assert not [one for one in run({range(30, 31): left_out}) if one.code == "rollouts_lost"]
-
-
-def test_attempts_without_success_whose_rewards_differ_are_something_to_reinforce() -> None:
-    parts = {"critic/score/mean": 0.3, "train/success": 0.0}
-    for ratio in (0.0, 0.5, 0.9):
-        steps = {range(1, 61): parts | {"group/zero_std_ratio": ratio}}
-        assert "all_failing" not in {one.code for one in run(steps)}
-
-    equal = run({range(1, 61): parts | {"group/zero_std_ratio": 1.0}})
-    message = next(one.message for one in equal if one.code == "all_failing")
-    assert "attempts at the same task earned the same, so there is nothing to reinforce" in message
 
 
 @pytest.mark.parametrize(
@@ -173,24 +150,37 @@ def test_every_remedy_names_settings_that_exist(code: str) -> None:
         assert hasattr(getattr(default, section), key), f"{section}.{key}"
 
 
-def test_a_lasting_sign_is_repeated_only_after_the_cool_down() -> None:
-    steps = [warning.step for warning in run(SCENARIOS["length_limit"], steps=60)]
-    assert len(steps) == 2
-    assert steps[1] - steps[0] == CollapseLimits().cooldown_steps
+def test_a_lasting_sign_is_said_once_when_it_begins_and_once_when_it_is_over() -> None:
+    low = {range(20, 40): {**FLAT, "actor/entropy": 0.01}}
+    found = [warning for warning in run(low, steps=80) if warning.code == "entropy_collapsed"]
+    begin, over = found
+    assert (begin.is_over, over.is_over) == (False, True)
+    assert 20 < begin.step < over.step
+    assert f"steps {begin.step} to {over.step - 3}" in over.message
+
+
+@pytest.mark.parametrize(("later", "said"), [(3, [25]), (COOLDOWN, [25, 25 + COOLDOWN])])
+def test_a_sign_of_one_step_is_not_said_again_soon(later: int, said: list[int]) -> None:
+    spikes: dict[range, Step] = {
+        range(25, 26): {"actor/grad_norm": 50.0},
+        range(25 + later, 26 + later): {"actor/grad_norm": 20.0},
+    }
+    found = run(spikes)
+    assert [(warning.code, warning.step) for warning in found] == [
+        ("gradient_spike", step) for step in said
+    ]
 
 
 def test_a_spike_does_not_hide_the_next_one() -> None:
-    spikes: dict[range, Step] = {
-        range(25, 26): {"actor/grad_norm": 50.0},
-        range(28, 29): {"actor/grad_norm": 20.0},
-    }
-    found = list(
-        warnings_of(CollapseMonitor(CollapseLimits(cooldown_steps=1)), timeline(spikes, 60, 0))
-    )
-    assert [(warning.code, warning.step) for warning in found] == [
-        ("gradient_spike", 25),
-        ("gradient_spike", 28),
+    signs = CollapseSigns()
+    spikes = {25: 50.0, 28: 20.0}
+    seen = [
+        step
+        for step, metrics in timeline({}, 40, 0)
+        if "gradient_spike"
+        in signs.observe(step, {**metrics, "actor/grad_norm": spikes.get(step, 0.5)})
     ]
+    assert seen == [25, 28]
 
 
 def test_steps_without_any_gradient_do_not_make_the_next_one_a_spike() -> None:
@@ -214,26 +204,23 @@ def test_equal_rewards_are_no_fault_while_the_reward_still_rises() -> None:
 
 
 def test_missing_metrics_only_switch_off_their_signs() -> None:
-    monitor = CollapseMonitor()
+    monitor = FindingMonitor()
     for step in range(1, 40):
         assert monitor.observe(step, {}) == []
 
-    warned = [
-        warning
-        for step in range(40, 60)
-        for warning in monitor.observe(step, {"response_length/clip_ratio": 0.9})
-    ]
-    assert [warning.code for warning in warned] == ["length_limit"]
+    lost = {"rollout/in": 8.0, "rollout/dropped/failed": 6.0}
+    (warning,) = monitor.observe(40, lost)
+    assert warning.code == "rollouts_lost"
 
 
 @settings(max_examples=examples(25), deadline=None)
 @given(code=st.sampled_from(sorted(SCENARIOS)), cut=st.integers(1, 59), seed=st.integers(0, 5))
 def test_a_resumed_monitor_warns_as_an_uninterrupted_one(code: str, cut: int, seed: int) -> None:
     steps = timeline(SCENARIOS[code], 60, seed)
-    straight = CollapseMonitor()
+    straight = FindingMonitor()
     expected = list(warnings_of(straight, steps))
-    first = CollapseMonitor()
-    second = CollapseMonitor()
+    first = FindingMonitor()
+    second = FindingMonitor()
     found = list(warnings_of(first, steps[:cut]))
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     found += warnings_of(second, steps[cut:])
@@ -242,8 +229,8 @@ def test_a_resumed_monitor_warns_as_an_uninterrupted_one(code: str, cut: int, se
 
 
 def test_a_loaded_state_is_not_shared() -> None:
-    first = CollapseMonitor()
-    second = CollapseMonitor()
+    first = FindingMonitor()
+    second = FindingMonitor()
     first.observe(1, {"critic/score/mean": 1.0})
     state = first.state_dict()
     second.load_state_dict(state)
@@ -253,4 +240,4 @@ def test_a_loaded_state_is_not_shared() -> None:
 
 def test_a_foreign_state_is_refused() -> None:
     with pytest.raises(CheckpointError, match="another version"):
-        CollapseMonitor().load_state_dict({"means": "gone"})
+        FindingMonitor().load_state_dict({"collapse": {"means": "gone"}})

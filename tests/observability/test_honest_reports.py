@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from agentevo.observability.collapse import CollapseMonitor
+from agentevo.observability.finding_monitor import FindingMonitor
 from agentevo.observability.live import LiveView
 from agentevo.observability.metrics import not_comparable, read_evaluations
 from agentevo.observability.pages.words import sparkline
@@ -28,7 +28,7 @@ def rewards(values: list[float]) -> list[dict[str, float | None]]:
 
 
 def warnings_of(values: list[float]) -> list[str]:
-    monitor = CollapseMonitor()
+    monitor = FindingMonitor()
     return [
         warning.code
         for row in rewards(values)
@@ -127,7 +127,7 @@ def test_notes_stand_under_the_evaluation(plain):
 def test_lost_attempts_are_named_by_what_they_failed_with():
     def message(kind: str) -> str:
         metrics = {"rollout/in": 8.0, "rollout/dropped/failed": 6.0, f"rollout/failed/{kind}": 6.0}
-        (warning,) = CollapseMonitor().observe(1, metrics)
+        (warning,) = FindingMonitor().observe(1, metrics)
         return warning.message
 
     assert "Those that failed: 6 ValueError" in message("ValueError")

@@ -5,10 +5,13 @@ from dataclasses import asdict
 
 import pytest
 
+from agentevo.algorithms.presets import PRESETS
 from agentevo.config import build_config
-from agentevo.observability.collapse import CollapseMonitor
+from agentevo.observability.finding_monitor import FindingMonitor
+from agentevo.observability.findings import Recipe
 from agentevo.observability.remedies import Remedies, remedies_of
 from agentevo.rollout.task_source import TaskSource
+from agentevo.runs.orchestration.run_findings import recipe_of
 from agentevo.types import Task
 
 ROWS = {"tasks": {"train": "rows.jsonl"}, "rewards": ["contains"]}
@@ -17,7 +20,7 @@ COINS = {"environment": {"type": "coins"}}
 
 def advice_of(tree, *overrides):
     config = build_config(tree, overrides)
-    return config, remedies_of(config.model_dump(mode="json"))
+    return config, recipe_of(config).remedies
 
 
 @pytest.mark.parametrize(
@@ -38,6 +41,19 @@ def test_every_key_that_is_advised_is_one_of_the_recipe(tree, overrides):
         for section, key in re.findall(r"\b([a-z_]+)\.([a-z_]+)\b", text):
             assert hasattr(getattr(config, section), key), f"{section}.{key}"
             assert section != "cold_start" or config.environment is not None
+
+
+VALUES = {"entropy_coef": "0.01", "kl_coef": "0.01", "clip_high": "0.28", "length_weight": "2"}
+VALUES |= {"length_shaping": "none", "drop_zero_variance": "false"}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_algorithm_refuses_a_key_that_is_advised(name):
+    tree = {**COINS, "algorithm": {"name": name}}
+    _, remedies = advice_of(tree)
+    texts = " ".join(asdict(remedies).values())
+    for key in set(re.findall(r"\balgorithm\.([a-z_]+)\b", texts)):
+        build_config(tree, [f"algorithm.{key}={VALUES[key]}"])
 
 
 def test_advice_depends_on_what_the_recipe_has():
@@ -75,13 +91,14 @@ def test_a_damaged_recipe_has_the_advice_that_always_holds(tree):
 
 
 def test_the_monitor_advises_what_it_is_told():
-    monitor = CollapseMonitor(remedies=Remedies(answer_shorter="speak up"))
+    monitor = FindingMonitor(Recipe(remedies=Remedies(raise_entropy="speak up")))
+    low = {"critic/score/mean": 0.3, "actor/entropy": 0.01}
     found = [
         warning.message
         for step in range(1, 40)
-        for warning in monitor.observe(step, {"response_length/clip_ratio": 0.9})
+        for warning in monitor.observe(step, low if step > 6 else low | {"actor/entropy": 1.0})
     ]
-    assert found and "or speak up." in found[0]
+    assert found and "Speak up" in found[0]
 
 
 def test_a_step_with_fewer_groups_than_asked_is_said():

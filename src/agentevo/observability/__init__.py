@@ -3,7 +3,7 @@
 Importing this package loads neither torch nor rich nor matplotlib.
 """
 
-from agentevo.observability.collapse import CollapseLimits, CollapseMonitor, CollapseWarning
+from agentevo.observability.finding_monitor import FindingMonitor, RunWarning
 from agentevo.observability.live import LiveView
 from agentevo.observability.metrics import (
     EvaluationMetrics,
@@ -22,14 +22,13 @@ from agentevo.observability.report import (
 from agentevo.observability.trajectory_view import Decode, render_trajectory
 
 __all__ = [
-    "CollapseLimits",
-    "CollapseMonitor",
-    "CollapseWarning",
     "Decode",
     "EvaluationMetrics",
+    "FindingMonitor",
     "LiveView",
     "MetricsLog",
     "MetricsRow",
+    "RunWarning",
     "read_evaluations",
     "read_metrics",
     "render_trajectory",

@@ -1,24 +1,22 @@
-"""Warnings about early signs that a run is collapsing, each with a remedy.
+"""Early signs that a run is collapsing, each with a remedy.
 
 Multi-turn RL often dies without an error. RAGEN (arXiv 2504.20073, "echo trap") finds that the
 spread of rewards inside groups and the entropy change tens of steps before the reward does. When
-the gradient norm spikes, the policy is usually lost. `CollapseMonitor` watches running means of
-these metrics, because single steps are noisy.
+the gradient norm spikes, the policy is usually lost. `CollapseSigns` watches running means of these
+metrics, because single steps are noisy. finding_monitor.py says each sign once.
 
 It is a pure function of the metrics that it has received: no clock, no randomness.
-`load_state_dict(state_dict())` restores it exactly (also through JSON), so a resumed run gives the
-same warnings as an uninterrupted one. A missing metric disables only the signs that need it.
+`state` restores it exactly (also through JSON), so a resumed run gives the same warnings as an
+uninterrupted one. A missing metric disables only the signs that need it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import msgspec
 
-from agentevo.errors import CheckpointError
 from agentevo.observability.remedies import Remedies
 
 SCORE = "critic/score/mean"
@@ -28,25 +26,13 @@ ZERO_SPREAD = "group/zero_std_ratio"
 GRAD_NORM = "actor/grad_norm"
 ENTROPY = "actor/entropy"
 LOSS = "actor/pg_loss"
-LENGTH = "response_length/mean"
-CLIPPED = "response_length/clip_ratio"
 FAULT_REASONS = ("failed", "cancelled", "deadline", "no-tokens", "no-baseline")
 """The drop reasons that are faults, unlike the filters of a recipe."""
 FAILED_PREFIX = "rollout/failed/"
 """The prefix of the counts of failed attempts, by kind."""
 REWARD_FAILURE_PREFIX = "scorer_"
 """The prefix of the kinds of attempts whose reward failed."""
-SMOOTHED = (SCORE, SUCCESS, SPREAD, ZERO_SPREAD, GRAD_NORM, ENTROPY, LENGTH, CLIPPED)
-
-
-class CollapseWarning(msgspec.Struct, frozen=True, kw_only=True):
-    """A sign of trouble at a step."""
-
-    code: str
-    """The name of the sign, stable across releases: `spread_vanished`, `gradient_spike`, ..."""
-    step: int
-    message: str
-    """The observation, its meaning and the remedy."""
+SMOOTHED = (SCORE, SUCCESS, SPREAD, ZERO_SPREAD, GRAD_NORM, ENTROPY)
 
 
 class CollapseLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,8 +47,6 @@ class CollapseLimits(msgspec.Struct, frozen=True, kw_only=True):
     gain: float = 0.05
     """The smallest improvement of a reward that counts, as a share of the distance between the
     lowest and the highest running mean."""
-    cooldown_steps: int = 20
-    """The number of steps for which a warning is not repeated."""
     solved_success: float = 0.9
     """The success rate from which low entropy and equal rewards are the goal and not a fault."""
     zero_spread_ratio: float = 0.8
@@ -76,8 +60,6 @@ class CollapseLimits(msgspec.Struct, frozen=True, kw_only=True):
     entropy_rise: float = 0.5
     """Warn if the entropy rises this many nats above its lowest running mean, and has at least
     doubled."""
-    clip_ratio: float = 0.3
-    """Warn from this share of completions that the token limit cut off."""
     reward_drop: float = 0.5
     """Warn if the reward has lost this share of its gain since the start."""
     reward_noise: float = 2.0
@@ -121,63 +103,35 @@ class CollapseState(msgspec.Struct):
     """The running mean of the gradient norm before the newest step. None during the warm-up."""
     start_entropy: float | None = None
     lowest_entropy: float | None = None
-    failing_steps: int = 0
-    last_warned: dict[str, int] = msgspec.field(default_factory=dict)
 
 
-class CollapseMonitor:
-    """Receives every step's metrics, once and in order, and returns the new warnings."""
+class CollapseSigns:
+    """Receives every step's metrics, once and in order, and returns the signs of the step."""
 
     def __init__(
         self, limits: CollapseLimits | None = None, remedies: Remedies | None = None
     ) -> None:
         self.limits = limits or CollapseLimits()
         self.remedies = remedies or Remedies()
-        self._state = CollapseState()
+        self.state = CollapseState()
         self._signs: dict[str, Callable[[Mapping[str, float | None]], str | None]] = {
             "not_finite": self._not_finite,
             "rollouts_lost": self._rollouts_lost,
-            "all_failing": self._all_failing,
             "gradient_spike": self._gradient_spike,
             "spread_vanished": self._spread_vanished,
             "entropy_collapsed": self._entropy_collapsed,
             "entropy_exploded": self._entropy_exploded,
-            "length_limit": self._length_limit,
             "reward_fell": self._reward_fell,
         }
 
-    def observe(self, step: int, metrics: Mapping[str, float | None]) -> list[CollapseWarning]:
-        """The warnings of this step, the worst first; usually none."""
+    def observe(self, step: int, metrics: Mapping[str, float | None]) -> dict[str, str]:
+        """Code -> observation, meaning and remedy of the signs of this step, the worst first."""
         self._update_state(step, metrics)
-        warnings = []
-        for code, find_sign in self._signs.items():
-            message = find_sign(metrics)
-            last_step = self._state.last_warned.get(code)
-            if message is not None and (
-                last_step is None or step - last_step >= self.limits.cooldown_steps
-            ):
-                self._state.last_warned[code] = step
-                warnings.append(CollapseWarning(code=code, step=step, message=message))
-
-        return warnings
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as numbers, strings and dicts, for JSON."""
-        state: dict[str, Any] = msgspec.to_builtins(self._state)
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        try:
-            self._state = msgspec.convert(state, CollapseState)
-        except msgspec.ValidationError as error:
-            raise CheckpointError(
-                f"the checkpoint's collapse monitor can't be read ({error}): it was written by "
-                "another version of agentevo, "
-                "so resume with that one"
-            ) from error
+        texts = {code: find_sign(metrics) for code, find_sign in self._signs.items()}
+        return {code: text for code, text in texts.items() if text is not None}
 
     def _update_state(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        state = self._state
+        state = self.state
         limits = self.limits
         state.step = step
         state.usual_gradient = self._expected_mean(GRAD_NORM)
@@ -196,7 +150,6 @@ class CollapseMonitor:
 
             running.add(value, limits.smoothing)
 
-        state.failing_steps = state.failing_steps + 1 if _has_no_signal(metrics) else 0
         score = self._mean(SCORE)
         if score is not None:
             state.first_score = score if state.first_score is None else state.first_score
@@ -219,11 +172,11 @@ class CollapseMonitor:
             )
 
     def _mean(self, key: str) -> float | None:
-        running = self._state.means.get(key)
+        running = self.state.means.get(key)
         return None if running is None or running.count == 0 else running.mean
 
     def _expected_mean(self, key: str) -> float | None:
-        running = self._state.means.get(key)
+        running = self.state.means.get(key)
         return None if running is None or running.count < self.limits.warmup_steps else running.mean
 
     def _is_solved(self) -> bool:
@@ -231,7 +184,7 @@ class CollapseMonitor:
         return success is not None and success >= self.limits.solved_success
 
     def _is_stalled(self) -> bool:
-        return self._state.step - self._state.best_score_step >= self.limits.patience_steps
+        return self.state.step - self.state.best_score_step >= self.limits.patience_steps
 
     def _success_text(self) -> str:
         success = self._mean(SUCCESS)
@@ -285,20 +238,9 @@ class CollapseMonitor:
             + ("; raise agent.timeout_s for those that ran out of time." if has_timeouts else ".")
         )
 
-    def _all_failing(self, metrics: Mapping[str, float | None]) -> str | None:
-        if self._state.failing_steps < self.limits.warmup_steps:
-            return None
-        return (
-            f"No attempt has succeeded for {self._state.failing_steps} steps, and attempts at the "
-            "same task earned the same, so there is nothing to reinforce. Make the task easier "
-            f"{self.remedies.tasks}, {self.remedies.add_demonstrations}, try more per task "
-            "(trainer.group_size), and read a few attempts with `agentevo trajectories show`: the "
-            "answer's format may be what fails."
-        )
-
     def _gradient_spike(self, metrics: Mapping[str, float | None]) -> str | None:
         value = _finite(metrics, GRAD_NORM)
-        usual = self._state.usual_gradient
+        usual = self.state.usual_gradient
         if value is None or not usual or value <= self.limits.gradient_factor * usual:
             return None
 
@@ -313,7 +255,7 @@ class CollapseMonitor:
     def _spread_vanished(self, metrics: Mapping[str, float | None]) -> str | None:
         spread = self._expected_mean(SPREAD)
         ratio = self._expected_mean(ZERO_SPREAD)
-        peak = self._state.highest_spread
+        peak = self.state.highest_spread
 
         has_equal_rewards = ratio is not None and ratio >= self.limits.zero_spread_ratio
         has_small_spread = (
@@ -323,7 +265,6 @@ class CollapseMonitor:
             not (has_equal_rewards or has_small_spread)
             or self._is_solved()
             or not self._is_stalled()
-            or self._all_failing(metrics)
         ):
             return None
 
@@ -340,7 +281,7 @@ class CollapseMonitor:
 
     def _entropy_collapsed(self, metrics: Mapping[str, float | None]) -> str | None:
         entropy = self._expected_mean(ENTROPY)
-        start = self._state.start_entropy
+        start = self.state.start_entropy
         if (
             entropy is None
             or not start
@@ -362,7 +303,7 @@ class CollapseMonitor:
 
     def _entropy_exploded(self, metrics: Mapping[str, float | None]) -> str | None:
         entropy = self._expected_mean(ENTROPY)
-        lowest = self._state.lowest_entropy
+        lowest = self.state.lowest_entropy
         if (
             entropy is None
             or lowest is None
@@ -379,21 +320,8 @@ class CollapseMonitor:
             f"its start ({self.remedies.limit_drift}), or resume from an earlier checkpoint."
         )
 
-    def _length_limit(self, metrics: Mapping[str, float | None]) -> str | None:
-        clipped = self._expected_mean(CLIPPED)
-        length = self._mean(LENGTH)
-        if clipped is None or clipped < self.limits.clip_ratio or self._is_solved():
-            return None
-
-        length_text = "" if length is None else f" (mean length {length:.0f} tokens)"
-        return (
-            f"{clipped:.0%} of completions are cut by the token limit{length_text}, perhaps before "
-            "their answer. Raise sampling.max_new_tokens, "
-            f"give a stop string in sampling.stop, or {self.remedies.answer_shorter}."
-        )
-
     def _reward_fell(self, metrics: Mapping[str, float | None]) -> str | None:
-        state = self._state
+        state = self.state
         score = self._expected_mean(SCORE)
         if score is None or state.best_score is None or state.first_score is None:
             return None
@@ -419,12 +347,6 @@ class CollapseMonitor:
 
 def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
-
-
-def _has_no_signal(metrics: Mapping[str, float | None]) -> bool:
-    """Whether no attempt of a step succeeded, and all attempts at a task had the same reward."""
-    equal_share = _finite(metrics, ZERO_SPREAD)
-    return _finite(metrics, SUCCESS) == 0.0 and (equal_share is None or equal_share == 1.0)
 
 
 def _suspects(kinds: Iterable[str]) -> str:

@@ -20,6 +20,7 @@ from agentevo.errors import ConfigError
 from agentevo.observability.metrics import MetricsRow, read_metrics
 from agentevo.observability.plots import write_plots
 from agentevo.observability.profile_table import PROFILE_TABLE
+from agentevo.observability.run_warnings import read_warnings
 from agentevo.observability.summary import read_summary
 from agentevo.observability.trajectory_view import Decode
 from agentevo.runtime.event_loop import in_thread
@@ -107,7 +108,9 @@ def report_from_run(run_dir: Path | str, decode: Decode | None = None) -> Path:
     config_yaml, config = _read_config(run_dir / "config.yaml")
     summary_path = run_dir / "summary.json"
     summary: dict[str, Any] = (
-        read_summary(summary_path) if summary_path.is_file() else {"name": run_dir.name}
+        read_summary(summary_path)
+        if summary_path.is_file()
+        else {"name": run_dir.name, "warnings": read_warnings(run_dir)}
     )
 
     with ThreadPoolExecutor(1) as thread:

@@ -9,7 +9,6 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from agentevo.observability import run_now
@@ -22,12 +21,11 @@ from agentevo.observability.metrics import (
     wilson_interval,
 )
 from agentevo.observability.pages.static_page import CHARTS, render_still
-from agentevo.observability.report_charts import RunColumns, columns_of, report_charts
-from agentevo.observability.run_warnings import Signs, warnings_in_summary
+from agentevo.observability.report_charts import columns_of, report_charts
+from agentevo.observability.run_warnings import warnings_in_summary
 from agentevo.observability.static_attempt import StillAttempt
 from agentevo.runtime.console import format_duration
 from agentevo.runtime.credentials import without_passwords
-from agentevo.runtime.parsing import ParseError, parse_yaml
 
 SHOWN_WARNINGS = 50
 Table = tuple[list[str], list[list[str]]]
@@ -57,7 +55,7 @@ def report_html(
 ) -> str:
     """The whole page."""
     run = columns_of(rows)
-    all_warnings = _warnings(run, summary, config_yaml)
+    all_warnings = warnings_in_summary(summary)
 
     return render_still(
         "report.html",
@@ -85,21 +83,6 @@ def report_html(
         profile=profile,
         config=without_passwords(config_yaml),
     )
-
-
-def _warnings(
-    run: RunColumns, summary: Mapping[str, Any], config_yaml: str
-) -> Sequence[tuple[int | None, str]]:
-    """The warnings of the summary. For a run without a summary, those of its numbers."""
-    if "warnings" in summary:
-        return warnings_in_summary(summary)
-    config: Any = None
-    with suppress(ParseError):
-        config = parse_yaml(config_yaml)
-
-    signs = Signs()
-    signs.observe(run.table, config if isinstance(config, Mapping) else {})
-    return signs.found[::-1]
 
 
 def _number(value: object, otherwise: float | None = None) -> float | None:

@@ -4,12 +4,17 @@ to change."""
 import math
 
 import pytest
+from made_attempts import make_group
 
+from agentevo.observability.attempt_facts import AttemptFacts, facts_of
+from agentevo.observability.findings import Recipe
 from agentevo.observability.remedies import remedies_of
 from agentevo.runs.doctor import checks as v
 
 GIB = v.GIB
-REMEDIES = remedies_of({"agent": {"system_prompt": None}, "environment": {"type": "coins"}})
+RECIPE = Recipe(
+    remedies=remedies_of({"agent": {"system_prompt": None}, "environment": {"type": "coins"}})
+)
 
 
 def test_a_verdict_reads_as_one_line_and_its_advice_as_another():
@@ -38,25 +43,12 @@ def test_a_verdict_reads_as_one_line_and_its_advice_as_another():
         (v.judge_logprobs(100, math.nan, "float32"), "wrong", "report the difference"),
         (v.judge_logprobs(100, math.inf, "bfloat16"), "wrong", "model.dtype=float32"),
         (v.judge_logprobs(0, 0.0, "float32"), "wrong", "attempts"),
-        (v.judge_rewards([0, 1, 0], [False, True, False], REMEDIES), "good", ""),
-        (v.judge_rewards([0.1, 0.1], [False, False], REMEDIES), "warning", "cold_start.episodes"),
         (
-            v.before_cold_start(v.judge_completions(40, 40, 64, 64.0, REMEDIES)),
+            v.before_cold_start(v.Check("rewards", "warning", "x", "y")),
             "warning",
-            "before the cold start",
+            "before the cold",
         ),
-        (v.before_cold_start(v.judge_completions(40, 0, 64, 9.0, REMEDIES)), "good", ""),
-        (v.judge_rewards([1, 1], [True, True], REMEDIES), "warning", "harder"),
-        (v.judge_rewards([1], [True], REMEDIES), "wrong", "trainer.group_size"),
-        (v.judge_rewards([], [], REMEDIES), "wrong", "trainer.group_size"),
-        (v.judge_completions(40, 4, 64, 20.0, REMEDIES), "good", ""),
-        (
-            v.judge_completions(40, 5, 64, 20.0, REMEDIES),
-            "warning",
-            "sampling.max_new_tokens (try 128)",
-        ),
-        (v.judge_completions(40, 40, 64, 64.0, REMEDIES), "wrong", "sampling.stop"),
-        (v.judge_completions(0, 0, 64, 0.0, REMEDIES), "good", ""),
+        (v.before_cold_start(v.Check("rewards", "good", "x")), "good", ""),
         (v.judge_context(300, 900, 1024), "good", ""),
         (v.judge_context(300, 1025, 1024), "warning", "agent.max_turns"),
         (v.judge_context(1024, 1025, 1024), "wrong", "sampling.max_new_tokens"),
@@ -64,8 +56,6 @@ def test_a_verdict_reads_as_one_line_and_its_advice_as_another():
         (v.judge_turns(8, 5, 10, 10), "warning", "environment.max_actions"),
         (v.judge_turns(8, 8, 1, 1), "good", ""),
         (v.judge_turns(8, 8, 4, None), "warning", "raise agent.max_turns"),
-        (v.judge_format(10, 5, 0, "answer", REMEDIES), "good", ""),
-        (v.judge_format(10, 6, 0, "answer", REMEDIES), "warning", "agent.system_prompt"),
         (v.judge_kv_cache(32, 100, 65536, 1e5, 256), "good", ""),
         (
             v.judge_kv_cache(32, 4000, 65536, 1e5, 256),
@@ -119,10 +109,41 @@ def test_judgements(check, status, advice):
 
 def test_findings_carry_the_numbers():
     assert "3 of 8 attempts would have changed" in v.judge_token_ids(20, 0, 8, 3).finding
-    rewards = v.judge_rewards([0, 1, 0], [False, True, False], REMEDIES)
-    assert rewards.finding == "mean 0.333, spread 0.471 over 3 attempts, 1 solved the task"
     memory = v.judge_memory({"gradients": GIB, "activations": 2 * GIB}, GIB)
     assert (
         memory.finding
         == "needs about 3.00 GiB more (gradients 1.00, activations 2.00), 1.00 GiB are free"
     )
+
+
+def play(group):
+    return {c.name: c for c in v.judge_play(facts_of(group), [t.reward for t in group], RECIPE)}
+
+
+def test_play_is_judged_by_the_findings_of_a_run():
+    healthy = play(make_group(rewards=[0, 1, 0, 0], calls=2, offered=["search"]))
+    assert {check.status for check in healthy.values()} == {"good"}
+    assert list(healthy) == ["rewards", "completions", "calls", "tools", "exploration"]
+    assert healthy["rewards"].finding == (
+        "mean 0.25, spread 0.433 over 4 attempts, 1 solved the task (pass@1 25%, pass@4 100%)"
+    )
+
+    bad = play(
+        make_group(rewards=[0] * 4, is_cut=True, malformed=3, offered=["search"], is_same=True)
+    )
+    assert {name: check.status for name, check in bad.items()} == dict.fromkeys(healthy, "warning")
+    assert "run.seed=1" in bad["rewards"].advice and "cold_start" in bad["rewards"].advice
+    assert "sampling.max_new_tokens" in bad["completions"].advice
+    assert "agent.system_prompt" in bad["tools"].advice
+    assert "sampling.temperature" in bad["exploration"].advice
+
+    (solved, *_) = play(make_group(rewards=[1] * 4)).values()
+    assert solved.status == "warning" and "make the tasks harder" in solved.advice
+
+
+def test_one_attempt_can_not_be_compared():
+    for group in ([], make_group(rewards=[1])):
+        (first, *_) = play(group).values()
+        assert (first.name, first.status) == ("rewards", "wrong")
+        assert "trainer.group_size" in first.advice
+    assert v.judge_play(AttemptFacts(), [], RECIPE)[0].status == "wrong"

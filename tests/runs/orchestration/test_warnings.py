@@ -8,17 +8,17 @@ import shutil
 import pytest
 
 from agentevo.api.run import train
-from agentevo.observability import CollapseMonitor
-from agentevo.observability.collapse import CollapseWarning
+from agentevo.observability import FindingMonitor, RunWarning
+from agentevo.observability.run_warnings import WARNINGS
 from agentevo.runs.folder.run_folder import read_store
 
 
 @pytest.fixture
 def warned_at_every_step(monkeypatch):
     monkeypatch.setattr(
-        CollapseMonitor,
+        FindingMonitor,
         "observe",
-        lambda self, step, metrics: [CollapseWarning(code="odd", step=step, message="odd")],
+        lambda self, step, *_: [RunWarning(code="odd", step=step, message="odd")],
     )
 
 
@@ -45,5 +45,8 @@ def test_a_step_records_its_own_warnings_and_a_resume_puts_them_together(
 
     assert read_store(config.run_dir, recorded) == [[f"step {step}: odd"] for step in (1, 2, 3, 4)]
 
+    kept = [f"step {step}: odd" for step in (1, 2, 3, 4)]
+    assert json.loads((config.run_dir / WARNINGS).read_text())["warnings"] == kept
+
     *of_steps, _, _ = json.loads((config.run_dir / "summary.json").read_text())["warnings"]
-    assert of_steps == [f"step {step}: odd" for step in (1, 2, 3, 4)], "then those of the end"
+    assert of_steps == kept, "then those of the end"

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from agentevo.observability.remedies import Remedies
+from agentevo.observability.attempt_facts import AttemptFacts
+from agentevo.observability.findings import Recipe, learning_findings, pass_words
 
 LOGPROB_TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 0.2}
 """Largest allowed |engine - trainer| for one token, in nats, by the dtype of the computation."""
@@ -133,67 +134,57 @@ def judge_logprobs(num_tokens: int, max_difference: float, dtype: str) -> Check:
     )
 
 
-def judge_rewards(rewards: Sequence[float], successes: Sequence[bool], remedies: Remedies) -> Check:
-    """Judges the rewards of the finished attempts of one group."""
-    if len(rewards) < 2:
-        return Check(
-            "rewards",
-            "wrong",
-            f"{len(rewards)} finished attempts: nothing to compare",
-            "raise trainer.group_size, and see the attempts above",
-        )
+def judge_play(facts: AttemptFacts, rewards: Sequence[float], recipe: Recipe) -> list[Check]:
+    """What a run would say of its first steps (observability/findings.py), for one group: rewards,
+    completions, calls or actions, tools, exploration. `rewards`: of its finished attempts."""
+    findings = {
+        finding.code: finding for finding in learning_findings(facts, recipe, "of this group")
+    }
+    num_new = facts.comparable - facts.repeats
+    nats = facts.surprise / max(facts.tokens, 1)
+    good = {
+        "rewards": f"mean {statistics.fmean(rewards or [0.0]):.3g}, spread "
+        f"{statistics.pstdev(rewards or [0.0]):.3g} over {len(rewards)} attempts, "
+        f"{facts.successes} solved the task ({pass_words(facts)})",
+        "completions": f"{facts.cut_completions} of {facts.completions} were cut by the token "
+        f"limit (mean length {facts.tokens / max(facts.completions, 1):.0f} tokens)",
+        "calls": f"{facts.malformed} of {facts.calls} can't be carried out" * bool(facts.calls),
+        "tools": f"{facts.calling_attempts} of {facts.offered_attempts} attempts called one"
+        * bool(facts.offered_attempts),
+        "exploration": f"{num_new} of {facts.comparable} further attempts differ from the first "
+        f"(entropy about {nats:.2g} nats a token)" * bool(facts.comparable),
+    }
 
-    spread = statistics.pstdev(rewards)
-    solved = sum(successes)
-    finding = (
-        f"mean {statistics.fmean(rewards):.3g}, spread {spread:.3g} over {len(rewards)} "
-        f"attempts, {solved} solved the task"
-    )
-    if spread > 1e-9:
-        return Check("rewards", "good", finding)
+    checks = []
+    if not recipe.learns_from_reward:
+        del good["rewards"]
+    for name in good:
+        found = [findings[code] for code in CODES_OF_CHECKS[name] if code in findings]
+        checks += [Check(name, "warning", f.seen, _chance(f.code) + f.remedy) for f in found]
+        checks += [Check(name, "good", good[name])] if good[name] and not found else []
 
-    finding = (
-        f"all {len(rewards)} attempts have the reward {rewards[0]:.3g}: such a group has "
-        "no gradient and is left out"
-    )
-    if solved == len(rewards):
-        return Check(
-            "rewards",
-            "warning",
-            finding,
-            f"if other tasks are as easy (try run.seed=1), make them harder {remedies.tasks}",
-        )
+    if facts.attempts < 2 and recipe.learns_from_reward:
+        few = f"{facts.attempts} finished attempts: nothing to compare"
+        advice = "raise trainer.group_size, and see the attempts above"
+        checks[0] = Check("rewards", "wrong", few, advice)
 
-    advice = (
-        "one group may be chance: try run.seed=1; if other seeds give the same, the task is too "
-        f"hard to find a reward by chance: make it easier {remedies.tasks}, raise "
-        "trainer.group_size or "
-        f"sampling.temperature, or {remedies.add_demonstrations}"
-    )
-    return Check("rewards", "warning", finding, advice)
+    return checks
 
 
-def judge_completions(
-    num_completions: int,
-    num_cut: int,
-    max_new_tokens: int,
-    mean_tokens: float,
-    remedies: Remedies,
-) -> Check:
-    """`num_cut`: completions that ended because they reached `max_new_tokens`."""
-    finding = (
-        f"{num_cut} of {num_completions} were cut at "
-        f"sampling.max_new_tokens={max_new_tokens} (mean length {mean_tokens:.0f} tokens)"
-    )
-    share = num_cut / max(num_completions, 1)
-    if share <= 0.1:
-        return Check("completions", "good", finding)
+CODES_OF_CHECKS = {
+    "rewards": ("all_failed", "all_solved", "equal_rewards", "reward_beside_success"),
+    "completions": ("truncated_answers",),
+    "calls": ("malformed_calls",),
+    "tools": ("unused_tools",),
+    "exploration": ("no_exploration",),
+}
+"""Check -> the findings that it stands for."""
 
-    advice = (
-        f"raise sampling.max_new_tokens (try {2 * max_new_tokens}), add the end of an answer to "
-        f"sampling.stop (such as '</answer>'), or {remedies.answer_shorter}"
-    )
-    return Check("completions", "wrong" if share > 0.9 else "warning", finding, advice)
+
+def _chance(code: str) -> str:
+    """What comes before the advice if one task may be an exception."""
+    is_chance = code in ("all_failed", "all_solved", "equal_rewards")
+    return "try other tasks (run.seed=1), and if they are the same, " if is_chance else ""
 
 
 def judge_context(
@@ -236,27 +227,6 @@ def judge_turns(
         f"agent.max_turns{' or environment.max_actions' if action_limit else ''}"
     )
     return Check("turns", "warning", finding, advice)
-
-
-def judge_format(
-    num_turns: int,
-    num_format_errors: float,
-    num_invalid_actions: float,
-    answer_format: str,
-    remedies: Remedies,
-) -> Check:
-    """Turns that broke `agent.format`, and actions that the environment rejected."""
-    finding = (
-        f"{num_format_errors:.0f} of {num_turns} turn{'s' * (num_turns != 1)} break the format "
-        f"{answer_format!r}, {num_invalid_actions:.0f} actions are invalid"
-    )
-    share = num_format_errors / max(num_turns, 1)
-    if share <= 0.5:
-        return Check("format", "good", finding)
-
-    plain = "" if answer_format == "plain" else "use agent.format=plain, "
-    advice = f"{remedies.show_format}, {plain}or {remedies.add_demonstrations}"
-    return Check("format", "warning", finding, advice)
 
 
 def judge_kv_cache(

@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from agentevo.config import EnvironmentAgentSection, RunConfig, SFTSection
+from agentevo.config import RunConfig, SFTSection
 from agentevo.config.named_agents import trained_agents
 from agentevo.inference.conversations.conversation import Conversation
 from agentevo.inference.embedded.kv_cache import kv_bytes_per_token
@@ -24,7 +24,7 @@ from agentevo.models.compute.positions import context_length
 from agentevo.models.compute.rows import describe_rows, shares_prefixes
 from agentevo.models.files.load import LoadedModel
 from agentevo.observability import LiveView
-from agentevo.observability.remedies import remedies_of
+from agentevo.observability.attempt_facts import facts_of
 from agentevo.rollout.group import RolloutGroup
 from agentevo.rollout.sampler import Player, Sampler
 from agentevo.runs.doctor import checks
@@ -42,6 +42,7 @@ from agentevo.runs.orchestration.components import (
 )
 from agentevo.runs.orchestration.conversations import SFTData, check_sft_data, load_sft_data
 from agentevo.runs.orchestration.players import check_named, find_agent
+from agentevo.runs.orchestration.run_findings import recipe_of
 from agentevo.runtime.event_loop import run_coroutine
 from agentevo.runtime.seeds import derive_seed
 from agentevo.training.batching.partition import split_by_tokens
@@ -195,20 +196,11 @@ def _judge_drift(conversations: list[Conversation]) -> list[Check]:
 
 
 def _judge_play(config: RunConfig, group: list[Trajectory], before_cold_start: bool) -> list[Check]:
-    """Rewards, completions, turns, format."""
+    """What attempts say about learning, and turns."""
     finished = [trajectory for trajectory in group if trajectory.status == "completed"]
-    turns = [turn for trajectory in group for turn in trajectory.turns]
-    lengths = [len(turn.completion_ids) for turn in turns]
-    cut = sum(turn.finish_reason == "length" for turn in turns)
-    remedies = remedies_of(config.model_dump(mode="json"))
+    rewards = [trajectory.reward for trajectory in finished]
     results = [
-        checks.judge_completions(
-            len(turns),
-            cut,
-            config.sampling.max_new_tokens,
-            sum(lengths) / len(lengths),
-            remedies,
-        ),
+        *checks.judge_play(facts_of(finished), rewards, recipe_of(config)),
         checks.judge_turns(
             len(group),
             sum(trajectory.truncated for trajectory in group),
@@ -216,27 +208,6 @@ def _judge_play(config: RunConfig, group: list[Trajectory], before_cold_start: b
             None if config.environment is None else config.max_actions,
         ),
     ]
-    if isinstance(config.agent, EnvironmentAgentSection):
-        results.append(
-            checks.judge_format(
-                len(turns),
-                sum(trajectory.metrics.get("num_format_errors", 0.0) for trajectory in group),
-                sum(trajectory.metrics.get("num_invalid_actions", 0.0) for trajectory in group),
-                config.agent.format,
-                remedies,
-            )
-        )
-
-    if config.trainer.steps > 0:
-        results.insert(
-            0,
-            checks.judge_rewards(
-                [trajectory.reward for trajectory in finished],
-                [trajectory.success for trajectory in finished],
-                remedies,
-            ),
-        )
-
     return [checks.before_cold_start(check) for check in results] if before_cold_start else results
 
 

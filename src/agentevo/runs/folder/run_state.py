@@ -20,7 +20,7 @@ from agentevo.observability.current_activity import (
     read_moment,
 )
 from agentevo.observability.metrics_table import MetricsTable
-from agentevo.observability.run_warnings import Signs, warnings_in_summary
+from agentevo.observability.run_warnings import WARNINGS, read_warnings, warnings_in_summary
 from agentevo.observability.summary import is_complete, read_summary
 from agentevo.runs.folder.lock import LOCK
 from agentevo.runs.folder.run_folder import command_of, resume_command
@@ -129,7 +129,7 @@ class RunReader:
     def __init__(self, source: RunSource) -> None:
         self.view = RunView(source)
         self._table = MetricsTable(source.file("metrics.jsonl") or Path(os.devnull))
-        self._signs = Signs()
+        self._warning_entries: list[Any] = []
         self._config: dict[str, Any] = {}
         self._summary: dict[str, Any] = {}
         self._signatures: dict[str, object] = {}
@@ -155,16 +155,15 @@ class RunReader:
             if self._table.is_replaced:
                 self._table = MetricsTable(self._table.path)
                 changed = True
-                self._signs = Signs()
                 self._table.read_more()
 
-            self._signs.observe(self._table, self._config)
             self._problems.pop("metrics.jsonl", None)
         except OSError as error:
             self._problems["metrics.jsonl"] = f"metrics.jsonl can't be read ({error})"
 
         changed |= self._read_file("config.yaml", self._read_config)
         changed |= self._read_file("summary.json", self._read_summary)
+        changed |= self._read_file(WARNINGS, self._read_warnings)
         before = self._moment
         beat = self.view.beat
         self._read_file(NOW, self._read_moment)
@@ -208,10 +207,8 @@ class RunReader:
 
     def _warnings(self) -> tuple[tuple[int | None, str], ...]:
         """The warnings of the summary, which has all of them. Before the end, those of the
-        numbers."""
-        if not self._summary:
-            return tuple(reversed(self._signs.found))
-        return warnings_in_summary(self._summary)
+        committed steps."""
+        return warnings_in_summary(self._summary or {"warnings": self._warning_entries})
 
     def _state(
         self, source: RunSource, step: int, planned: int | None, changed_at: float | None
@@ -283,6 +280,11 @@ class RunReader:
 
     def _read_moment(self, path: Path | None) -> None:
         self._moment = None if path is None else read_moment(path)
+
+    def _read_warnings(self, path: Path | None) -> None:
+        self._warning_entries = []
+        if path is not None:
+            self._warning_entries = read_warnings(path.parent)
 
     def _read_summary(self, path: Path | None) -> None:
         self._summary = {}

@@ -58,6 +58,7 @@ from agentevo.runs.orchestration.resume import (
 )
 from agentevo.runs.orchestration.rollout_sources import StopAskedError, SynchronousRollouts
 from agentevo.runs.orchestration.run_checkpoints import RunCheckpoints
+from agentevo.runs.orchestration.run_findings import facts_of_step
 from agentevo.runs.orchestration.run_record import RunRecord
 from agentevo.runs.orchestration.step_metrics import StepMeter
 from agentevo.runs.orchestration.submissions import Submissions
@@ -507,8 +508,11 @@ class TrainingRun:
         self.meter.lap("update_weights")
         reasons = drop_reasons(collected, batch)
         metrics = self.meter.metrics(step, collected, batch, updated, reasons)
+        facts = facts_of_step(
+            self.parts.config, collected.trajectories, collected.trainable, reasons
+        )
         self.record.add_step(
-            step, metrics, collected.trajectories, reasons, updated=bool(batch.samples)
+            step, metrics, collected.trajectories, reasons, facts, updated=bool(batch.samples)
         )
         checkpoint = await self._milestones(step)
         with phase("store"):

@@ -16,9 +16,10 @@ from typing import Any
 
 import msgspec
 
-from agentevo.observability import CollapseMonitor, LiveView, MetricsLog
+from agentevo.observability import FindingMonitor, LiveView, MetricsLog
+from agentevo.observability.attempt_facts import AttemptFacts
 from agentevo.observability.metrics import not_comparable, read_evaluations
-from agentevo.observability.remedies import remedies_of
+from agentevo.observability.run_warnings import WARNINGS
 from agentevo.runs.folder.chain import KEY as CHAIN
 from agentevo.runs.folder.chain import LOG, NUMBERS, ROWS, SUMMARY, End, HeadFile, file_digest
 from agentevo.runs.folder.creation import RunCommand, kind_of
@@ -26,12 +27,16 @@ from agentevo.runs.orchestration.batch_sources import BatchSource
 from agentevo.runs.orchestration.components import Components
 from agentevo.runs.orchestration.evaluation import failed_share, headline, sampled_success
 from agentevo.runs.orchestration.ledger import RowDigests, commit
+from agentevo.runs.orchestration.run_findings import held_out_success, recipe_of
 from agentevo.runs.orchestration.tracking import attempts_table
 from agentevo.runtime.event_loop import in_thread
 from agentevo.store.records import StepRecord
 from agentevo.training.batching.step_plan import StepPlan
 from agentevo.training.token_numbers import TokenNumbers, name_of, write_numbers
 from agentevo.types import Baselines, Trajectory
+
+FACTS = "attempt_facts"
+"""The key in a step's record with the facts of its attempts, if it has any."""
 
 
 class Rating(msgspec.Struct, frozen=True):
@@ -200,7 +205,9 @@ class RunRecord:
         self.head = HeadFile(self._folder)
         self.progress = RunProgress()
         self.end = End()
-        self._monitor = CollapseMonitor(remedies=remedies_of(parts.config.model_dump(mode="json")))
+        self._monitor = FindingMonitor(recipe_of(parts.config, command))
+        self._facts: AttemptFacts | None = None
+        """Of the newest step."""
         self._row_digests = RowDigests(parts.store)
         self._clock = time.perf_counter()
         self._num_recorded = 0
@@ -225,9 +232,12 @@ class RunRecord:
         self.progress.warnings.append(text)
         self._view.warn(text)
 
-    def observe(self, step: int, metrics: dict[str, float]) -> None:
-        """Warns of a possible collapse."""
-        for warning in self._monitor.observe(step, metrics):
+    def observe(self, step: int, metrics: dict[str, float], facts: AttemptFacts | None) -> None:
+        """Says which findings begin or are over with a step. `facts`: of its attempts. The newest
+        evaluation is one of an earlier step."""
+        self._facts = facts
+        held_out = held_out_success(self.progress.after or self.progress.before)
+        for warning in self._monitor.observe(step, metrics, facts, held_out):
             self.warn(f"step {warning.step}: {warning.message}")
 
     def add_step(
@@ -236,14 +246,15 @@ class RunRecord:
         metrics: dict[str, float],
         sampled: Sequence[Trajectory],
         dropped: Mapping[str, str],
+        facts: AttemptFacts | None,
         *,
         updated: bool,
     ) -> None:
         """A step is computed: counts and logs it. `dropped`: attempt -> why it is not trained
-        on."""
+        on. `facts`: of its attempts."""
         self.progress.count_step(step, sampled, metrics, dropped, updated=updated)
         self.log.log(step, metrics, attempts_table(self._config, sampled))
-        self.observe(step, metrics)
+        self.observe(step, metrics, facts)
 
     @property
     def early_stop(self) -> str | None:
@@ -315,6 +326,7 @@ class RunRecord:
             "best": best,
             "profile": profile,
             "remote_models": parts.sampler.remote_models.summary() if plays else {},
+            "findings": self._monitor.episodes,
             "warnings": [*self._source.warnings(), *progress.warnings],
         }
         self.head.write_file(SUMMARY, json.dumps(summary, indent=2))
@@ -365,11 +377,15 @@ class RunRecord:
         }
         if self._numbers_digest is not None:
             record[NUMBERS] = self._numbers_digest
+        if self._facts is not None:
+            record[FACTS] = msgspec.to_builtins(self._facts)
 
         self.end = await commit(self._parts.store, self.end, plan, record)
         self.head.note_commit(self.end)
         self.log.deliver_to_trackers(self.end.step)
         self._num_recorded += len(new)
+        if new:
+            self.head.write_file(WARNINGS, json.dumps({"warnings": self.progress.warnings}))
 
     def give_up_step(self, committed: RunProgress) -> None:
         """A stop was requested during the evaluation of the step, which is not committed. A resumed
@@ -387,7 +403,9 @@ class RunRecord:
             key: math.nan if value is None else value
             for key, value in step.record["metrics"].items()
         }
-        self.observe(step.step, metrics)
+        recorded = step.record.get(FACTS)
+        facts = None if recorded is None else msgspec.convert(recorded, AttemptFacts)
+        self.observe(step.step, metrics, facts)
         self._source.load_state_dict(step.record["source"])
         progress = msgspec.convert(step.record["progress"], RunProgress)
         self._go_on_from(msgspec.structs.replace(progress, warnings=earlier + progress.warnings))
