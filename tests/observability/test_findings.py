@@ -332,7 +332,7 @@ def test_a_resumed_monitor_says_the_same() -> None:
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         said += [second.observe(s, {}, each) for s, each in enumerate(facts[cut:], start=cut + 1)]
         assert said == expected
-        assert second.episodes == straight.episodes
+        assert second.spans == straight.spans
 
 
 def test_facts_are_bounded_and_survive_a_record() -> None:

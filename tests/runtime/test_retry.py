@@ -106,3 +106,31 @@ def test_a_call_that_hangs_is_told_and_a_quick_one_is_not(monkeypatch):
         assert len(told) == 2
 
     asyncio.run(work())
+
+
+def test_of_calls_of_one_name_that_wait_together_one_is_reported(monkeypatch):
+    monkeypatch.setattr(patience, "SILENT_S", 0.0)
+    monkeypatch.setattr(patience, "REPORT_INTERVAL_S", 0.001)
+    lines: list[str] = []
+
+    async def scenario() -> None:
+        answered = asyncio.Event()
+
+        async def call() -> None:
+            await asyncio.wait_for(answered.wait(), 300)
+
+        waits = [
+            asyncio.create_task(with_retries(call, what="put_images", notify=lines.append))
+            for _ in range(100)
+        ]
+        while not lines:
+            await asyncio.sleep(0)
+        monkeypatch.setattr(patience, "REPORT_INTERVAL_S", 300)
+        await asyncio.sleep(0)
+        answered.set()
+        await asyncio.gather(*waits)
+
+    asyncio.run(scenario())
+    begun = [line for line in lines if "waiting until" in line]
+    assert len(begun) < 10 and len(lines) == len(begun) + 1
+    assert re.fullmatch(r"put_images: done after 0 s", lines[-1])

@@ -73,7 +73,7 @@ class RunWarning(msgspec.Struct, frozen=True, kw_only=True):
     is_over: bool = False
 
 
-class Episode(msgspec.Struct):
+class FindingSpan(msgspec.Struct):
     """The steps in which a finding holds, from the first to the last."""
 
     code: str
@@ -102,7 +102,7 @@ class MonitorState(msgspec.Struct):
     """Code of a lasting finding -> the newest step with it."""
     last_said: dict[str, int] = {}
     """Code of an event -> the step at which it was said."""
-    episodes: list[Episode] = []
+    spans: list[FindingSpan] = []
 
 
 class FindingMonitor:
@@ -114,10 +114,10 @@ class FindingMonitor:
         self._state = MonitorState()
 
     @property
-    def episodes(self) -> list[dict[str, Any]]:
+    def spans(self) -> list[dict[str, Any]]:
         """The findings of the run so far, as JSON values for its summary."""
-        episodes: list[dict[str, Any]] = msgspec.to_builtins(self._state.episodes)
-        return episodes
+        spans: list[dict[str, Any]] = msgspec.to_builtins(self._state.spans)
+        return spans
 
     def observe(
         self,
@@ -175,7 +175,7 @@ class FindingMonitor:
             if step - state.last_said.get(code, -COOLDOWN) < COOLDOWN:
                 return None
             state.last_said[code] = step
-            state.episodes.append(Episode(code=code, begin=step, end=step))
+            state.spans.append(FindingSpan(code=code, begin=step, end=step))
             return RunWarning(code=code, step=step, message=text)
 
         is_new = code not in state.last_seen
@@ -183,7 +183,7 @@ class FindingMonitor:
         if not is_new:
             return None
 
-        state.episodes.append(Episode(code=code, begin=step))
+        state.spans.append(FindingSpan(code=code, begin=step))
         return RunWarning(code=code, step=step, message=text)
 
     def _end(self, code: str, step: int) -> RunWarning | None:
@@ -193,7 +193,7 @@ class FindingMonitor:
             return None
 
         del state.last_seen[code]
-        episode = next(e for e in reversed(state.episodes) if e.code == code)
+        episode = next(e for e in reversed(state.spans) if e.code == code)
         episode.end = last
         return RunWarning(
             code=code,

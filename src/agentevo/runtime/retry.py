@@ -36,7 +36,8 @@ async def with_retries(
 
     `notify` receives a line with the name of the call, the reason of the wait and the time at which
     it ends. The first line comes at the first failure or after SILENT_S seconds, the next ones
-    every REPORT_INTERVAL_S seconds, and the last one when the wait is over."""
+    every REPORT_INTERVAL_S seconds, and the last one when the wait is over. Of calls of one name
+    that wait at the same time, one is reported."""
     ends = time.monotonic() + within_s
     pause = FIRST_PAUSE_S
     reporter = _Reporter(what, within_s, notify)
@@ -60,6 +61,10 @@ async def with_retries(
         reporter.stop()
 
 
+_reported: dict[tuple[Callable[[str], None], str], _Reporter] = {}
+"""Of each name of a call, the wait that is reported."""
+
+
 class _Reporter:
     """Reports the wait from time to time, from its creation until `stop`, while the event loop
     continues."""
@@ -67,28 +72,30 @@ class _Reporter:
     def __init__(self, what: str, within_s: float, notify: Callable[[str], None]) -> None:
         self._what = what
         self._notify = notify
+        self._key = (notify, what)
         self._begun = time.monotonic()
         self._until = time.strftime("%H:%M:%S", time.localtime(time.time() + within_s))
         self._why = "no answer yet"
         self._failed = False
-        self._has_reported = False
         self._next = asyncio.get_running_loop().call_later(SILENT_S, self._report)
 
     def note_failure(self, error: Exception) -> None:
         self._why = str(error)
         if not self._failed:
             self._failed = True
-            self.stop()
+            self._next.cancel()
             self._report()
 
     def over(self) -> None:
-        if self._has_reported:
+        if _reported.get(self._key) is self:
             self._notify(f"{self._what}: done after {time.monotonic() - self._begun:.0f} s")
 
     def stop(self) -> None:
         self._next.cancel()
+        if _reported.get(self._key) is self:
+            del _reported[self._key]
 
     def _report(self) -> None:
-        self._notify(f"{self._what}: waiting until {self._until}: {self._why}")
-        self._has_reported = True
+        if _reported.setdefault(self._key, self) is self:
+            self._notify(f"{self._what}: waiting until {self._until}: {self._why}")
         self._next = asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self._report)

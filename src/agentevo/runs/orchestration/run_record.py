@@ -326,7 +326,7 @@ class RunRecord:
             "best": best,
             "profile": profile,
             "remote_models": parts.sampler.remote_models.summary() if plays else {},
-            "findings": self._monitor.episodes,
+            "findings": self._monitor.spans,
             "warnings": [*self._source.warnings(), *progress.warnings],
         }
         self.head.write_file(SUMMARY, json.dumps(summary, indent=2))
