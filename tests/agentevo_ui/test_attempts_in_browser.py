@@ -105,6 +105,7 @@ def test_every_filter_leads_to_as_many_attempts_as_it_says(listed: Visitor) -> N
     assert seen >= {one.capitalize() for one in FILTERS}
 
 
+@pytest.mark.soak
 def test_every_bar_of_a_histogram_leads_to_the_attempts_that_it_counts(listed: Visitor) -> None:
     page = listed.page
     bars = page.evaluate(

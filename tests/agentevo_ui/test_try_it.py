@@ -417,7 +417,7 @@ def test_a_player_ends_with_whoever_has_begun_it(runs_folder):
     assert process.wait(WITHIN_S) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_in_a_browser_two_checkpoints_answer(control_url, visit):
     visitor = visit(control_url)
     page = visitor.go("/runs/lake/try")

@@ -235,7 +235,7 @@ def test_a_thousand_hostile_command_lines(finished_run, tmp_path, part):
     run_cases(seeds[part::8], finished_run, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_hostile_command_lines_in_processes_of_their_own(finished_run, tmp_path, monkeypatch):
     """The streams, the exit code and what Python does at its end are a process's."""
     refused = 0

@@ -94,8 +94,9 @@ def test_policies_that_take_what_is_ready(
     killed(members, config, kinds, victim, few, seed=2)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("victim", ["learn", *soak("serve")])
+@pytest.mark.parametrize("victim", ["serve", "learn"])
 def test_weights_over_a_process_group(
     victim: str, kills: int | None, small: Small, members: Members
 ) -> None:

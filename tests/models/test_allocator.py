@@ -29,12 +29,9 @@ print(before - resident_mib())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
-@pytest.mark.parametrize(
-    ("way", "low", "high"),
-    [("given back", 100, 140), pytest.param("kept", -20, 40, marks=pytest.mark.soak)],
-)
+@pytest.mark.parametrize(("way", "low", "high"), [("given back", 100, 140), ("kept", -20, 40)])
 @pytest.mark.cold_start
 def test_blocks_of_some_mebibytes(way, low, high):
     done = subprocess.run(

@@ -289,7 +289,7 @@ def test_a_model_that_sees_is_whole_again_after_training_on_text(
     assert "vision_config" not in json.loads((tmp_path / "engine" / "config.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_checkpoint_of_a_run_has_them_also_after_a_resume(
     bases: dict[str, Path], tmp_path: Path, quiet_view: Any
 ) -> None:

@@ -57,8 +57,6 @@ def gpu() -> Iterator[ModuleType]:
 
 MEASURED = [
     {"samples": 4, "checkpointing": "selective"},
-]
-MEASURED_IN_SOAK = [
     {"samples": 4, "rank": 8, "dtype": "bfloat16"},
     {"samples": 8, "parts": 2, "shard": 2},
     {"samples": 6, "parts": 3},
@@ -74,17 +72,10 @@ MEASURED_IN_SOAK = [
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=mark, id=" ".join(f"{key}={case[key]}" for key in case))
-        for cases, mark in (
-            (MEASURED, pytest.mark.slow),
-            (MEASURED_IN_SOAK, pytest.mark.soak),
-        )
-        for case in cases
-    ],
+    "case", MEASURED, ids=lambda case: " ".join(f"{key}={case[key]}" for key in case)
 )
 def test_the_prediction_is_right_within_15_percent(case, benchmark):
     predicted, measured = benchmark.measure(**SIZES | case)

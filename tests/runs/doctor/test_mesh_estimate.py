@@ -5,7 +5,6 @@ import re
 import shutil
 
 import pytest
-from slow import soak
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from agentevo.config import ParallelSection, build_config
@@ -278,8 +277,8 @@ def test_impossible_numbers_are_refused(number, shape_of_7b):
         check_mesh_step(recipe("tiny", shard=2), 3, ["coins"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("key", ["shard", *soak("pipeline", "context")])
+@pytest.mark.soak
+@pytest.mark.parametrize("key", ["shard", "pipeline", "context"])
 def test_the_step_of_a_mesh_is_measured_beside_its_estimate(key):
     mesh = f"trainer.parallel.{key}=2"
     words = ["coins", "model.name=tiny", "cold_start.episodes=0", "run.threads=1", mesh]

@@ -10,7 +10,7 @@ from agentevo.config import load_config
 from agentevo.observability import read_metrics
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_success_rises(tmp_path, quiet_view):
     """FrozenLake after a cold start that teaches little more than the form of an answer. It learns

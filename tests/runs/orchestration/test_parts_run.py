@@ -88,7 +88,7 @@ def test_what_changed_is_all_that_is_published_of_weights_in_parts(tmp_path):
     assert not versions._manifest(4, None).chain
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_weights_in_parts_are_sent_over_a_process_group(tmp_path):
     """Gathered one by one; no file has them but the checkpoints, of which engines know nothing."""
     run = tmp_path / "run"
