@@ -145,7 +145,8 @@ def test_turns_that_start_anew_need_little_context():
 
 
 def test_completions_that_are_always_cut():
-    cut = by_name(check_recipe(recipe("sampling.max_new_tokens=1")))["completions"]
+    words = ["agent.format=think_answer", "agent.format_penalty=0", "sampling.max_new_tokens=1"]
+    cut = by_name(check_recipe(recipe(*words)))["completions"]
     assert cut.status == "warning"
     assert "cut by the token limit" in cut.finding and "sampling.max_new_tokens" in cut.advice
 
