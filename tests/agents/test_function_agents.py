@@ -83,6 +83,19 @@ def test_an_async_agent_that_blocks_the_event_loop_is_named_once(played, monkeyp
     assert "test_function_agents.py" in said and "asyncio.to_thread" in said
 
 
+def test_users_are_not_told_of_agents_that_are_ours(played, monkeypatch, capsys):
+    """A busy machine makes their steps long."""
+    clock = Clock(monkeypatch)
+
+    async def run(task, policy):
+        clock.now += 2.0
+        return 1.0
+
+    run.__module__ = "agentevo.agents.tool_agent"
+    assert played(run).reward == 1.0
+    assert "blocked" not in capsys.readouterr().err
+
+
 def test_an_async_agent_that_waits_is_not_named_and_may_be_cancelled(monkeypatch, capsys):
     clock = Clock(monkeypatch)
     ended = []

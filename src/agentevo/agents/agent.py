@@ -79,6 +79,8 @@ class FunctionAgent:
         self.needs_session = not takes_policy(function)
         """Whether the attempts need the gateway, because the function uses its own client."""
         self._is_async = is_async(function)
+        self._is_ours = getattr(function, "__module__", "").startswith("agentevo.")
+        """Whether AgentEvo itself is to blame for a step that takes long."""
         self._function = function
         self._notices = NoticesBlocks(
             f"the agent {describe_function(function)}",
@@ -144,6 +146,8 @@ class FunctionAgent:
             to_stderr(f"the agent's close failed: {describe_error(error)}\n{traceback_of(error)}")
 
     async def _await_return(self, task: Task, *policy: Policy) -> Any:
+        if self._is_async and self._is_ours:
+            return await self._function(task, *policy)
         if self._is_async:
             return await self._notices.run(self._function(task, *policy))
         arguments = [BlockingPolicy(item) for item in policy]
