@@ -79,7 +79,7 @@ class FunctionAgent:
         self.needs_session = not takes_policy(function)
         """Whether the attempts need the gateway, because the function uses its own client."""
         self._is_async = is_async(function)
-        self._is_ours = getattr(function, "__module__", "").startswith("agentevo.")
+        self._is_ours = (getattr(function, "__module__", "") or "").startswith("agentevo.")
         """Whether AgentEvo itself is to blame for a step that takes long."""
         self._function = function
         self._notices = NoticesBlocks(
