@@ -14,6 +14,7 @@ from agentevo.errors import CheckpointError
 from agentevo.observability.collapse import CollapseSigns
 from agentevo.observability.finding_monitor import COOLDOWN, FindingMonitor, RunWarning
 from agentevo.observability.metrics import MetricsRow
+from agentevo.observability.remedies import Remedies
 from examples import examples
 
 Step = Mapping[str, float | None]
@@ -172,7 +173,7 @@ def test_a_sign_of_one_step_is_not_said_again_soon(later: int, said: list[int]) 
 
 
 def test_a_spike_does_not_hide_the_next_one() -> None:
-    signs = CollapseSigns()
+    signs = CollapseSigns(Remedies())
     spikes = {25: 50.0, 28: 20.0}
     seen = [
         step

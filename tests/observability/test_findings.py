@@ -124,6 +124,13 @@ def test_attempts_that_teach_are_left_in_peace(attempts) -> None:
     assert learning_findings(facts, Recipe(), "of it") == []
 
 
+def test_groups_that_length_shaping_makes_unequal_have_something_to_learn() -> None:
+    step = make_step(rewards=[0] * 4)
+    shaped = {attempt.id: -0.1 * (number % 4) for number, attempt in enumerate(step)}
+    assert facts_of(step).equal_groups == 4
+    assert facts_of(step, shaped).equal_groups == facts_of(step, shaped).failed_groups == 0
+
+
 def test_equal_groups_teach_where_advantages_compare_the_whole_step() -> None:
     facts = facts_of(STEPS["equal_rewards"]())
     assert learning_findings(facts, Recipe(within_group=False), "of it") == []
@@ -267,6 +274,16 @@ def test_a_phrase_that_spreads() -> None:
     assert play(FindingMonitor(), *always) == []
     shown = [said_by(0.9 if n > 3 else 0.0, prompt=f"Say: {SAME}") for n in range(9)]
     assert play(FindingMonitor(), *shown) == []
+
+
+def test_words_of_any_prompt_are_no_phrase_of_the_policy() -> None:
+    prompts = [f"The {n}th question" for n in range(30)] + [f"Say: {SAME}"]
+    step = [
+        make_attempt(group=f"g{number}", answer=SAME, prompt=prompt)
+        for number, prompt in enumerate(prompts)
+    ]
+    assert facts_of(step).phrases == {}
+    assert facts_of(step[:-1]).phrases != {}
 
 
 def test_a_phrase_of_a_run_whose_success_rises_is_what_it_learns_unless_a_judge_decides() -> None:

@@ -12,7 +12,6 @@ from by_name import advantage
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentevo.algorithms.equality import are_equal, levels
 from agentevo.algorithms.filters import (
     RLPRStd,
     dynamic_sampling,
@@ -26,6 +25,7 @@ from agentevo.runs.orchestration.step_metrics import rollout_metrics
 from agentevo.training.batching.selection import select
 from agentevo.training.pairs import make_pairs, win_probabilities
 from agentevo.types import Trajectory, Turn
+from agentevo.types.equality import are_equal, levels
 
 MORE = 0.1 + 0.2 + 0.3
 LESS = 0.3 + 0.2 + 0.1

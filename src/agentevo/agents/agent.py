@@ -80,7 +80,7 @@ class FunctionAgent:
         """Whether the attempts need the gateway, because the function uses its own client."""
         self._is_async = is_async(function)
         self._is_ours = (getattr(function, "__module__", "") or "").startswith("agentevo.")
-        """Whether AgentEvo itself is to blame for a step that takes long."""
+        """Whether it is an agent of AgentEvo, of which no user is told that it blocks the loop."""
         self._function = function
         self._notices = NoticesBlocks(
             f"the agent {describe_function(function)}",
@@ -146,10 +146,9 @@ class FunctionAgent:
             to_stderr(f"the agent's close failed: {describe_error(error)}\n{traceback_of(error)}")
 
     async def _await_return(self, task: Task, *policy: Policy) -> Any:
-        if self._is_async and self._is_ours:
-            return await self._function(task, *policy)
         if self._is_async:
-            return await self._notices.run(self._function(task, *policy))
+            work = self._function(task, *policy)
+            return await (work if self._is_ours else self._notices.run(work))
         arguments = [BlockingPolicy(item) for item in policy]
         returned = await run_in_thread(partial(self._function, task, *arguments), "agent")
         return await returned if inspect.isawaitable(returned) else returned

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 
-from agentevo.algorithms.equality import EQUAL, are_equal, levels
+from agentevo.types.equality import EQUAL, are_equal, levels
 
 
 def _groups(group_ids: Sequence[Hashable]) -> list[list[int]]:

@@ -20,8 +20,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from agentevo.algorithms.entries import AlgorithmEntry, EntryTable, Hyperparameter
-from agentevo.algorithms.equality import EQUAL
 from agentevo.algorithms.lazy_torch import torch
+from agentevo.types.equality import EQUAL
 
 if TYPE_CHECKING:
     from torch import Tensor

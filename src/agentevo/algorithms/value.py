@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from agentevo.algorithms.equality import EQUAL
 from agentevo.algorithms.lazy_torch import torch
+from agentevo.types.equality import EQUAL
 
 
 def value_loss(

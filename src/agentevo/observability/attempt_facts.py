@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from math import isfinite
 from statistics import fmean
 from types import MappingProxyType
@@ -18,8 +19,9 @@ from typing import Any
 import msgspec
 
 from agentevo.types import REWARD_PARTS, Message, Trajectory, Turn
+from agentevo.types.equality import are_equal
 
-MAX_READ = 256
+MAX_READ = 64
 """Attempts of a step whose texts are read."""
 MAX_CHARACTERS = 4000
 """Characters of an answer that are read."""
@@ -175,7 +177,7 @@ def facts_of(
         moments=_moments(groups, rewards),
     )
     for group in groups:
-        _count_group(facts, group)
+        _count_group(facts, group, [rewards.get(t.id, t.reward) for t in group])
     for t in done:
         _count_calls(facts, t)
     _read_texts(facts, done[:: -(-len(done) // MAX_READ) or 1])
@@ -188,9 +190,10 @@ def _surprise(attempts: Iterable[Trajectory]) -> float:
     return total if isfinite(total) else 0.0
 
 
-def _count_group(facts: AttemptFacts, group: Sequence[Trajectory]) -> None:
-    rewards = [t.reward for t in group]
-    is_equal = max(rewards) - min(rewards) <= 1e-9 * max(1.0, *map(abs, rewards))
+def _count_group(
+    facts: AttemptFacts, group: Sequence[Trajectory], rewards: Sequence[float]
+) -> None:
+    is_equal = are_equal(rewards)
     num_solved = sum(t.success for t in group)
     sampled = {tuple(turn.completion_ids.tobytes() for turn in t.turns) for t in group}  # type: ignore[attr-defined]
 
@@ -303,8 +306,8 @@ def _num_broken(t: Trajectory) -> float:
 def _read_texts(facts: AttemptFacts, attempts: Sequence[Trajectory]) -> None:
     """Counts frequent phrases, and answers that speak to a judge."""
     prompts: list[str] = []
-    counts: Counter[str] = Counter()
-    groups: dict[str, set[str]] = defaultdict(set)
+    counts: Counter[tuple[str, ...]] = Counter()
+    by_group: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     spoken: list[re.Match[str]] = []
     for t in attempts:
         answer = _answer_of(t.turns[-1]).text[:MAX_CHARACTERS]
@@ -314,24 +317,27 @@ def _read_texts(facts: AttemptFacts, attempts: Sequence[Trajectory]) -> None:
         facts.answers += 1
         prompts.append(" ".join(_prompt_words(t)))
         words = answer.lower().split()
-        starts = range(len(words) - PHRASE_WORDS + 1)
-        for phrase in {" ".join(words[i : i + PHRASE_WORDS]) for i in starts}:
-            counts[phrase] += 1
-            groups[phrase].add(t.group_id)
+        phrases = set(zip(*(words[first:] for first in range(PHRASE_WORDS)), strict=False))
+        counts.update(phrases)
+        by_group[t.group_id] |= phrases
 
         match = SPEAKS_TO_JUDGE.search(answer)
         if match is not None and match[0].lower() not in prompts[-1]:
             spoken.append(match)
 
     frequent = [
-        (phrase, count)
+        (" ".join(phrase), count)
         for phrase, count in counts.items()
         if count >= max(2, PHRASE_SHARE * facts.answers)
-        and len(groups[phrase]) > 1
-        and not any(phrase in prompt for prompt in prompts[:MAX_PHRASES])
+        and sum(phrase in phrases for phrases in by_group.values()) > 1
     ]
     frequent.sort(key=lambda pair: (-pair[1], pair[0]))
-    facts.phrases = dict(frequent[:MAX_PHRASES])
+    of_no_prompt = (
+        (phrase, count)
+        for phrase, count in frequent
+        if not any(phrase in prompt for prompt in prompts)
+    )
+    facts.phrases = dict(islice(of_no_prompt, MAX_PHRASES))
     facts.to_judge = len(spoken)
     facts.to_judge_example = spoken[0][0] if spoken else ""
 

@@ -108,11 +108,9 @@ class CollapseState(msgspec.Struct):
 class CollapseSigns:
     """Receives every step's metrics, once and in order, and returns the signs of the step."""
 
-    def __init__(
-        self, limits: CollapseLimits | None = None, remedies: Remedies | None = None
-    ) -> None:
-        self.limits = limits or CollapseLimits()
-        self.remedies = remedies or Remedies()
+    def __init__(self, remedies: Remedies) -> None:
+        self.limits = CollapseLimits()
+        self.remedies = remedies
         self.state = CollapseState()
         self._signs: dict[str, Callable[[Mapping[str, float | None]], str | None]] = {
             "not_finite": self._not_finite,

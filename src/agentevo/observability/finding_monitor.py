@@ -193,12 +193,12 @@ class FindingMonitor:
             return None
 
         del state.last_seen[code]
-        episode = next(e for e in reversed(state.spans) if e.code == code)
-        episode.end = last
+        span = next(span for span in reversed(state.spans) if span.code == code)
+        span.end = last
         return RunWarning(
             code=code,
             step=step,
-            message=f"It is over that {TITLES[code]} (steps {episode.begin} to {last}).",
+            message=f"No longer so: {TITLES[code]} (steps {span.begin} to {last}).",
             is_over=True,
         )
 

@@ -4,7 +4,7 @@
     kto          every attempt alone, desirable if it succeeded: the binary signal of the paper
     rft          its best successful attempts, none twice
     others       pairs of attempts: best against worst, or every two whose rewards differ by more
-                 than rounding (algorithms/equality.py); or, for each attempt, the solver's
+                 than rounding (types/equality.py); or, for each attempt, the solver's
                  conversation on the same task as the chosen answer
 
 An answer consists of all the policy's tokens in an attempt: the trained tokens of its rows, several
@@ -23,12 +23,12 @@ import msgspec
 import numpy as np
 import torch
 
-from agentevo.algorithms.equality import EQUAL, levels
 from agentevo.algorithms.presets import PreferenceAlgorithm
 from agentevo.config import AlgorithmSection
 from agentevo.runtime.seeds import derive_seed
 from agentevo.training.batching.samples import trajectory_rows
 from agentevo.types import Sample, Trajectory
+from agentevo.types.equality import EQUAL, levels
 
 Demonstrations = Callable[[str], Sequence[Sample]]
 """Task id -> the answer of the environment's solver to that task; empty if it has none."""

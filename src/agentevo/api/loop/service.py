@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -309,8 +310,7 @@ class LoopService:
         name = await in_thread(submission_id, groups)
         if not self._has(name):
             await in_thread(check_groups, groups, self._sealer)
-            for group in groups:
-                await put_images_of_group(self._parts.store, group)
+            await put_images_of_groups(self._parts.store, groups)
 
         checked_at = None
         while not self._has(name):
@@ -467,21 +467,25 @@ def check_groups(groups: Sequence[Group], sealer: Sealer) -> None:
         )
 
 
-async def put_images_of_group(store: Store, group: Group) -> None:
-    """Stores the group's images. Raises ConfigError if its task or an attempt names another one
-    that the store does not have: the step could not be written."""
-    await put_images(store, group.images)
+async def put_images_of_groups(store: Store, groups: Sequence[Group]) -> None:
+    """Stores the groups' images. Raises ConfigError if a task or an attempt names another one that
+    the store does not have: the step could not be written."""
+    images = [image for group in groups for image in group.images]
+    await put_images(store, images)
 
-    missing = {*images_of_task(group.task)}
-    for member in group.members:
-        missing |= images_of_trajectory(member).keys()
-    missing -= {image.part.sha256 for image in group.images}
+    group_of_image: dict[str, str] = {}
+    for group in groups:
+        of_attempts = (images_of_trajectory(member) for member in group.members)
+        named = [*images_of_task(group.task), *chain.from_iterable(of_attempts)]
+        group_of_image |= dict.fromkeys(named, group.id)
+
+    missing = group_of_image.keys() - {image.part.sha256 for image in images}
+    missing -= (await store.images(missing)).keys() if missing else set()
     if missing:
-        missing -= {*await store.images(missing)}
-    if missing:
+        first = min(missing)
         raise ConfigError(
-            f"train: the group {group.id} names the image {min(missing)}, which neither the group "
-            "nor the run has: add it to the group's `images`"
+            f"train: the group {group_of_image[first]} names the image {first}, which neither the "
+            "group nor the run has: add it to the group's `images`"
         )
 
 

@@ -23,13 +23,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agentevo.algorithms.equality import are_equal
 from agentevo.data.message_images import ImageCollector
 from agentevo.data.messages import messages_of
 from agentevo.data.rows import SourceRow, read_json_lines
 from agentevo.errors import AgentEvoError, BadRequestError, ConfigError
 from agentevo.store.store import Store
 from agentevo.types import REWARD_PARTS, Message, Task, Trajectory, Turn
+from agentevo.types.equality import are_equal
 from agentevo.types.images import ImageFile, images_of_trajectory
 
 MAX_ROWS = 100_000

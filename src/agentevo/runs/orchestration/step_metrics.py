@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from agentevo.algorithms.equality import are_equal
 from agentevo.rollout.failures import count_kinds
 from agentevo.training.learner import PreparedBatch
 from agentevo.training.workload import speed_metrics
 from agentevo.types import Trajectory
+from agentevo.types.equality import are_equal
 
 if TYPE_CHECKING:
     from agentevo.models.compute.device_peak import Peak
