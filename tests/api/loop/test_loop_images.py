@@ -184,7 +184,7 @@ def test_nothing_comes_between_the_check_of_groups_and_their_submission(
         _check_new=check,
         config=SimpleNamespace(trainer=SimpleNamespace(steps=3)),
     )
-    group: Any = SimpleNamespace(task=TASK, members=[], images=[SMALL])
+    group: Any = SimpleNamespace(id="g", task=TASK, members=[], images=[SMALL])
 
     run_coroutine(loop_service.LoopService.submit(service, [group]))
 
