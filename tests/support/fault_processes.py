@@ -92,6 +92,14 @@ PHASES_OF = {
     "train": (*TRAINER_PHASES, "publish", *SAMPLER_PHASES),
 }
 """Component -> phases in which it is killed."""
+AIMED_AT = {
+    "sample": SAMPLER_PHASES,
+    "serve": PHASES_OF["serve"],
+    "learn": ("begin", "commit", "weights written"),
+    "train": (*TRAINER_PHASES, "publish"),
+}
+"""The same where each phase is aimed at once. What a trainer does on its own is aimed at without
+samplers, and what samplers do without a trainer."""
 PROGRESS = {"sample": "attempts written", "serve": "generate", "learn": "commit", "train": "commit"}
 """Component -> the phase whose first end shows that a process has made progress."""
 
