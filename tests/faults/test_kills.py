@@ -124,6 +124,7 @@ def test_on_a_database_server(
     assert found.trained == expected_ids(config)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_in_turn_the_tokens_are_the_same_too(
     kills: int | None, small: Small, members: Members
