@@ -177,6 +177,7 @@ def test_orders_and_pages_are_links_and_going_back_keeps_the_place(listed: Visit
     assert "tracking.token_numbers" in greyed.get_attribute("title")
 
 
+@pytest.mark.soak
 def test_texts_are_searched_within_the_chosen_filters(listed: Visitor) -> None:
     page = listed.page
     page.locator(".choice .chip", has_text="maze").click()

@@ -60,8 +60,8 @@ NOT_PRINTED = {
 }
 """Files that must be there for what a page prints, and that it describes only."""
 
-TYPED = ["loop", "tasks", "tools"]
-TYPED_IN_SOAK = ["agents", "algorithms", "environments", "multi_agent", "rewards"]
+TYPED = ["tasks", "tools"]
+TYPED_IN_SOAK = ["agents", "algorithms", "environments", "loop", "multi_agent", "rewards"]
 """Pages whose files and commands are typed as printed."""
 LONGEST_FILE = 60
 

@@ -109,6 +109,7 @@ def test_sqlite_whose_writers_are_killed(
     assert check(config).trained == expected_ids(config)
 
 
+@pytest.mark.soak
 def test_sqlite_that_is_locked_for_longer_than_any_deadline(small: Small, members: Members) -> None:
     config = small("trainer.steps=8")
     path = config.run_dir / "store.sqlite"

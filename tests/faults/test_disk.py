@@ -153,6 +153,7 @@ def test_no_room_for_the_store(small: Small, members: Members, small_disk: Path)
     assert check(config).trained == expected_ids(config)
 
 
+@pytest.mark.soak
 def test_no_room_for_weights(small: Small, members: Members, small_disk: Path) -> None:
     """Engines go on under the version before, and get the next one when there is room."""
     config = small("trainer.steps=8")

@@ -238,7 +238,7 @@ class Teacher:
         gives(chat(**{key: one for key, one in answer.items() if key != "role"}))(body, handler)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_teacher_shows_what_it_has_solved(tmp_path, recipe):
     out = tmp_path / "out"
     with RemoteServer(Teacher(out)) as server:
