@@ -86,8 +86,9 @@ READ_AT_IMPORT = (
 )
 """Prefixes of variables that libc or an imported package has read already. A program starts cold if
 its environment differs there."""
-IMPORT_OF_OURS = re.compile(r"^(from|import) agentevo\b", re.MULTILINE)
+IMPORT_OF_OURS = re.compile(r"^(from|import) agentevo(_\w+)?\b", re.MULTILINE)
 """A line of a program that is given by `-c`."""
+OURS = ("agentevo", "agentevo_evolve", "agentevo_ui")
 IMITATED = ("PYTHONPATH", "PYTHONUNBUFFERED")
 INTERPRETER = sys.executable  # a test may name another one there
 SUPPORT = Path(__file__).resolve().parent
@@ -223,7 +224,7 @@ def _is_ours(words: list[str]) -> bool:
     if words[0] != INTERPRETER or not program:
         return False
     if program[0] == "-m":
-        return program[1] == "torch.distributed.run" or program[1].split(".")[0] == "agentevo"
+        return program[1] == "torch.distributed.run" or program[1].split(".")[0] in OURS
     if program[0] == "-c":
         return IMPORT_OF_OURS.search(program[1]) is not None
     return program[0].endswith(".py") and Path(program[0]).resolve().is_relative_to(ROOT)
