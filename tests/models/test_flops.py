@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from slow import slow
+from slow import soak
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
@@ -99,7 +99,7 @@ def test_full_fine_tuning(name: str):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "lora",
-    [{}, *slow({"modules_to_save": ("lm_head",)}, {"targets": ("q_proj", "v_proj")})],
+    [{"modules_to_save": ("lm_head",)}, *soak({}, {"targets": ("q_proj", "v_proj")})],
     ids=str,
 )
 def test_a_frozen_base_needs_no_gradient_of_its_weights(lora: dict[str, Any]):
