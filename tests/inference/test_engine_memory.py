@@ -259,7 +259,7 @@ def test_who_runs_out_of_room_waits_and_goes_on(pressed, random_model, complete)
     assert again > 0, "somebody was sent back, and what it had drawn was computed again"
 
 
-@pytest.mark.parametrize("in_flight", ["finish", "continue"])
+@pytest.mark.parametrize("in_flight", ["continue", *soak("finish")])
 def test_new_weights_come_while_room_is_short(pressed, in_flight):
     """What was sent back to the queue has begun: it ends on the old weights as well."""
 
