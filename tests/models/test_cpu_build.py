@@ -189,7 +189,7 @@ def test_what_killed_builds_left_is_removed(folder, counting_compiler):
 
 
 @pytest.mark.slow
-def test_a_function_of_the_same_name_elsewhere_is_not_called(folder, tmp_path):
+def test_a_function_of_the_same_name_elsewhere_is_not_called(folder, counting_compiler, tmp_path):
     source = tmp_path / "other.c"
     other = tmp_path / "other.so"
     source.write_text("void my_part(long n, long *first, long *end) { *first = *end = 0; }")
