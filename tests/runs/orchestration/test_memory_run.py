@@ -16,7 +16,7 @@ from agentevo.training.checkpoint import Checkpoints
 BFLOAT16 = (
     "model.dtype=bfloat16",
     "memory.checkpointing=full",
-    "cold_start.episodes=8",
+    "algorithm.drop_zero_variance=false",
     "trainer.steps=2",
     "evaluation.every=0",
     "checkpoint.every=1",

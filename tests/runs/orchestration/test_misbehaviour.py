@@ -71,7 +71,7 @@ def mixtures(
 MIXED = [
     *mixtures("agent", (*AGENT, "scorer", "async scorer"), plays=False, most_at_once=24),
     *mixtures("group scorer", ("group scorer",), plays=False, most_at_once=12),
-    *mixtures("environment", (*ENVIRONMENT,), plays=True, most_at_once=12),
+    *mixtures("environment", (*ENVIRONMENT,), plays=True, most_at_once=6),
 ]
 
 

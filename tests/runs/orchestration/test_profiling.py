@@ -53,7 +53,7 @@ def _table(folder: Path) -> dict[str, list[str]]:
 @pytest.mark.slow
 def test_a_run_is_profiled(small_config: SmallConfig, tmp_path: Path):
     view, stream = _view()
-    short = (*SHORT, "trainer.steps=3")
+    short = (*SHORT, "trainer.steps=4")
     plain = train(small_config(tmp_path / "plain", *short), view=_view()[0])
     run = train(
         small_config(
