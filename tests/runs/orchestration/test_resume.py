@@ -243,7 +243,6 @@ def test_torn_checkpoints_cost_time_only(
 
 KEPT = (
     "trainer.steps=3",
-    "cold_start.episodes=8",
     "checkpoint.every=1",
     "checkpoint.keep_last=9",
     "evaluation.every=0",
