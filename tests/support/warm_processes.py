@@ -49,6 +49,12 @@ from typing import Any, ClassVar, NoReturn
 PRELOADED = (
     "agentevo.cli.main",
     "agentevo.api.run",
+    "agentevo.inference.embedded.torch_engine",
+    "agentevo.observability.trackers.mlflow",
+    "agentevo.observability.trackers.swanlab",
+    "agentevo.observability.trackers.tensorboard",
+    "agentevo.observability.trackers.trackio",
+    "agentevo.observability.trackers.wandb",
     "agentevo.runs.orchestration.run",
     "agentevo.runs.processes.learn",
     "agentevo.runs.processes.sample",
@@ -271,9 +277,12 @@ def _start_parent() -> WarmParent:
 
 
 def preload() -> None:
-    """Imports what programs import."""
+    """Imports and computes what programs do."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
     for name in PRELOADED:
         importlib.import_module(name)
+    get_checkpoint_conversion_mapping("llama")  # whoever saves a model compiles its 700 patterns
 
 
 def be_parent(number: int) -> NoReturn:
