@@ -14,7 +14,7 @@ TASKS = [{"id": str(number), "query": "?"} for number in range(2)]
 """Whatever they are: the run is only read."""
 
 
-@pytest.mark.examples
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("example", ["tool_agent", "mcp_agent"])
 def test_an_example_trains_on_tokens_that_extend_each_other(example, tmp_path):
