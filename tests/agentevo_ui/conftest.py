@@ -37,7 +37,7 @@ def runs_folder(
         "run.name=lake",
         "trainer.steps=2",
         "trainer.schedule=constant",
-        "cold_start.episodes=8",
+        "evaluation.tasks=6",
     )
     train(config, view=quiet_view())
 
