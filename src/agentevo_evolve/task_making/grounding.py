@@ -13,7 +13,7 @@ import json
 import random
 import re
 from collections.abc import Mapping, Sequence
-from datetime import date
+from datetime import date, timedelta
 from typing import Any
 
 import msgspec
@@ -79,8 +79,7 @@ async def ground_scenario(
         return Scenario(steps=grounded, world=number, answer=value)
 
     if not has_state:
-        answer, place = _answer(grounded[-1].result, draw)
-        _check_answer(survey, grounded[-1], answer, place)
+        answer, place = _answer(survey, grounded[-1], draw)
         return Scenario(steps=grounded, world=number, answer=answer, place=place)
 
     if any(reply.is_lost for reply in (*before, *after)):
@@ -110,7 +109,7 @@ def _check_answer(survey: Survey, step: ScenarioStep, answer: str, place: str) -
     only today."""
     if answer.lower().strip(" .!") in EMPTY_ANSWERS:
         raise UngroundedError("its answer says nothing")
-    if date.today().isoformat() in answer:
+    if any(day in answer for day in _days()):
         raise UngroundedError("its answer holds only today")
     if len(answer) == 1:
         raise UngroundedError("its answer is too short to be no guess")
@@ -201,22 +200,27 @@ def _questions(
     return questions[:MAX_QUESTIONS]
 
 
-def _answer(text: str, draw: random.Random) -> tuple[str, str]:
-    """The part of a result that the agent must give, and its place in the result's JSON."""
-    places = _places(text)
+def _answer(survey: Survey, step: ScenarioStep, draw: random.Random) -> tuple[str, str]:
+    """The part of a result that the agent must give, and its place in the result's JSON. Raises
+    UngroundedError if no part needs the call."""
+    places = _places(step.result)
     if places is None:
-        line = text.strip().split("\n")[0].strip()
-        has_letters = any(character.isalnum() for character in line)
-        if 0 < len(line) <= MAX_ANSWER_CHARS and has_letters:
-            return line, ""
-        raise UngroundedError("its result has nothing short to ask for")
+        places = {"": step.result.strip().split("\n")[0].strip()}
 
     short = [
-        (value, place) for place, value in places.items() if 0 < len(value) <= MAX_ANSWER_CHARS
+        (value, place)
+        for place, value in places.items()
+        if len(value) <= MAX_ANSWER_CHARS and any(map(str.isalnum, value))
     ]
-    if not short:
-        raise UngroundedError("its result has nothing short to ask for")
-    return draw.choice(short)
+    problem = UngroundedError("its result has nothing short to ask for")
+    for answer, place in draw.sample(short, len(short)):
+        try:
+            _check_answer(survey, step, answer, place)
+            return answer, place
+        except UngroundedError as error:
+            problem = error
+
+    raise problem
 
 
 def _value_at(text: str, place: str) -> str | None:
@@ -255,5 +259,10 @@ def _places(text: str) -> dict[str, str] | None:
 def _short_time(value: str) -> str:
     """The time of day of a date and time of today, which is all of it that holds tomorrow; other
     values as they are."""
-    match = re.match(rf"{date.today().isoformat()}T(\d\d:\d\d)", value)
+    match = re.match(rf"(?:{'|'.join(_days())})T(\d\d:\d\d)", value)
     return match[1] if match is not None else value
+
+
+def _days() -> list[str]:
+    """Today, and the days before and after it, which it is in other time zones."""
+    return [(date.today() + timedelta(days=days)).isoformat() for days in (-1, 0, 1)]

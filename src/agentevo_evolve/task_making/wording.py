@@ -224,12 +224,10 @@ def gives_away(text: str, scenario: Scenario) -> bool:
     stated_values = {
         shown(value) for step in scenario.steps for value in step.required_values.values()
     }
-    hidden_values += [
-        shown(step.arguments[name])
-        for step in scenario.steps
-        for name in step.found
-        if len(shown(step.arguments[name])) > 2
-    ]
+    found_values = [shown(step.arguments[name]) for step in scenario.steps for name in step.found]
+    if stated_values.intersection(found_values):
+        return True
+    hidden_values += [value for value in found_values if len(value) > 2]
     return any(value not in stated_values and _contains(value, text) for value in hidden_values)
 
 
