@@ -17,13 +17,14 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentevo.agents.tools.tool import ToolSpec
 from agentevo.agents.tools.toolbox import AttemptTools
 from agentevo.errors import ConfigError
-from agentevo_evolve.task_making.calls import CallResult, ToolWorld, call_tool
+from agentevo_evolve.task_making.calls import ToolWorld, call_tool
 from agentevo_evolve.task_making.databases import find_database
 from agentevo_evolve.task_making.effects import find_changing_tools
 from agentevo_evolve.task_making.survey import Survey
@@ -34,6 +35,7 @@ MAX_TRIES = 10
 NUM_SAMPLES = 4
 """The number of further calls of each reader, with other arguments."""
 MAX_TOOLS = 64
+_SECONDS = re.compile(r"\d\d:\d\d:\d\d")
 CLOCK_S = 1.1
 """The time in which a clock that shows seconds shows another one."""
 
@@ -110,9 +112,8 @@ async def try_tool(tools: AttemptTools, surveyed: Survey, name: str, draw: rando
 async def _find_unstable(
     tools: AttemptTools, surveyed: Survey, hints: Mapping[str, ToolSpec]
 ) -> None:
-    """Asks every tool twice, with nothing in between, and tools that change nothing by their hints
-    once more after CLOCK_S."""
-    readings: dict[str, CallResult] = {}
+    """Asks every tool twice, with nothing in between. If a result has a time of day, the second call
+    is CLOCK_S later."""
     for name, answer in surveyed.answered.items():
         if name in surveyed.databases:  # tasks only select
             surveyed.readers.add(name)
@@ -121,19 +122,13 @@ async def _find_unstable(
             continue
 
         first = await call_tool(tools, name, answer.arguments)
+        if _SECONDS.search(first.text):
+            await asyncio.sleep(CLOCK_S)
         second = await call_tool(tools, name, answer.arguments)
         if first.text != second.text:
             surveyed.unstable.add(name)
         elif hints[name].changes_nothing:
             surveyed.readers.add(name)
-            readings[name] = second
-
-    await asyncio.sleep(CLOCK_S)
-    for name, reading in readings.items():
-        later = await call_tool(tools, name, reading.arguments)
-        if later.text != reading.text:
-            surveyed.readers.discard(name)
-            surveyed.unstable.add(name)
 
 
 async def _sample_readers(world: ToolWorld, surveyed: Survey, draw: random.Random) -> None:
