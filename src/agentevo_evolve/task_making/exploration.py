@@ -112,8 +112,7 @@ async def try_tool(tools: AttemptTools, surveyed: Survey, name: str, draw: rando
 async def _find_unstable(
     tools: AttemptTools, surveyed: Survey, hints: Mapping[str, ToolSpec]
 ) -> None:
-    """Asks every tool twice, with nothing in between. If a result has a time of day, the second call
-    is CLOCK_S later."""
+    """Asks every tool twice, with nothing in between; CLOCK_S later if a result has a time."""
     for name, answer in surveyed.answered.items():
         if name in surveyed.databases:  # tasks only select
             surveyed.readers.add(name)

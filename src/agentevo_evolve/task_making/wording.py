@@ -220,7 +220,10 @@ def values_left_out(text: str, scenario: Scenario) -> list[str]:
 
 def gives_away(text: str, scenario: Scenario) -> bool:
     """Whether the text says what the agent has to find."""
-    hidden_values = [] if scenario.answer is None else [scenario.answer]
+    if scenario.answer is not None and _contains(scenario.answer, text):
+        return True
+
+    hidden_values: list[str] = []
     stated_values = {
         shown(value) for step in scenario.steps for value in step.required_values.values()
     }
