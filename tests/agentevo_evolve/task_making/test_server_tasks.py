@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 
 import agentevo
-from agentevo.agents.tools import toolbox
+from agentevo.agents.tools import mcp_messages, toolbox
 from agentevo.agents.tools.state_checks import SOLVED_BY_CALLS, StateCheck
 from agentevo.agents.tools.tool import ToolSpec
 from agentevo.config.tools import FunctionToolSection
@@ -464,3 +465,10 @@ def test_the_order_of_calls_is_no_other_content():
 )
 def test_descriptions_without_a_verb_keep_their_words(description):
     assert activity_of(description) == description
+
+
+def test_hints_of_a_server_survive_and_broken_ones_do_not():
+    listed = {"name": "t", "annotations": {"readOnlyHint": True, "destructiveHint": "no", "x": 1}}
+    message = SimpleNamespace(result={"tools": [listed, {"name": "u", "annotations": 3}]})
+    first, second = mcp_messages._usable(message).result["tools"]
+    assert first["annotations"] == {"readOnlyHint": True} and second["annotations"] == {}
