@@ -17,10 +17,10 @@ from agentevo.errors import AgentEvoError, ConfigError
 from agentevo_evolve.task_making import databases
 from agentevo_evolve.task_making.calls import ToolWorld, call_tool
 from agentevo_evolve.task_making.demonstrations import demonstration
+from agentevo_evolve.task_making.exploration import explore_server
 from agentevo_evolve.task_making.questions import DatabaseQuestion, Link, QueryCondition
 from agentevo_evolve.task_making.scenario import steps_of
 from agentevo_evolve.task_making.server_tasks import WantedTasks, make_tasks
-from agentevo_evolve.task_making.survey import survey
 
 WANTED = WantedTasks(train=40, held_out=10)
 SHOP = """
@@ -119,7 +119,7 @@ def surveyed(monkeypatch, *known):
     async def work():
         world = ToolWorld(known)
         try:
-            return (await survey(world, {}, seed=0)).databases
+            return (await explore_server(world, {}, seed=0)).databases
         finally:
             await world.close()
 
