@@ -243,10 +243,8 @@ def test_servers_that_lie_about_databases_are_no_databases():
     """What one says its tables are is read without running anything of it."""
     with pytest.raises(AgentEvoError):
         made_for([FunctionToolSection(name="claims_sql")], WantedTasks(train=2, held_out=0))
-    known = made_for(
-        [FunctionToolSection(name="repeats_sql")], WantedTasks(train=2, held_out=0)
-    ).survey
-    assert known.databases == {}
+    with pytest.raises(AgentEvoError, match="repeats the call"):  # it is a tool, and no database
+        made_for([FunctionToolSection(name="repeats_sql")], WantedTasks(train=2, held_out=0))
 
 
 def test_an_error_that_is_called_a_result_is_an_error():
