@@ -132,7 +132,12 @@ def _pattern(answer: str | None, arguments: Mapping[str, Any]) -> str | None:
     if answer is None:
         return None
 
-    values = sorted((shown(value) for value in arguments.values()), key=len, reverse=True)
+    items = [
+        item
+        for value in arguments.values()
+        for item in (value if isinstance(value, list) else [value])
+    ]
+    values = sorted(map(shown, items), key=len, reverse=True)
     for value in filter(None, values):
         answer = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", _VALUE, answer)
     return answer
