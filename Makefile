@@ -15,7 +15,7 @@ JOBS_ALL ?= 4
 TORCH_INDEX_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install --quiet --constraint constraints.txt
+INSTALL := $(BIN)/python .ci/install.py --quiet
 # Byte code is kept whatever the machine says: hundreds of processes import the same packages.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE -u PYTHONUNBUFFERED OMP_NUM_THREADS=1 $(BIN)/python -m pytest --hypothesis-profile quick
 

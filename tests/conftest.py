@@ -62,7 +62,7 @@ hypothesis.settings.register_profile(
     "any-machine", deadline=None, derandomize="AGENTEVO_RANDOM" not in os.environ
 )
 hypothesis.settings.register_profile(
-    "quick", hypothesis.settings.get_profile("any-machine"), max_examples=20
+    "quick", hypothesis.settings.get_profile("any-machine"), max_examples=10
 )
 hypothesis.settings.load_profile("any-machine")  # `make test` says --hypothesis-profile quick
 

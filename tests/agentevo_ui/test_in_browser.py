@@ -82,6 +82,7 @@ def test_a_committed_step_is_on_open_pages_within_two_seconds(
         )
 
 
+@pytest.mark.soak
 def test_a_run_that_begins_later_shows_up_and_is_followed(
     runs_folder: Path, tmp_path: Path, visit: Visit
 ) -> None:
@@ -136,6 +137,7 @@ def test_a_run_that_begins_later_shows_up_and_is_followed(
         page.close()
 
 
+@pytest.mark.soak
 def test_searching_is_in_the_address_and_going_back_keeps_it(shown_url: str, visit: Visit) -> None:
     visitor = visit(shown_url)
     page = visitor.go("/")

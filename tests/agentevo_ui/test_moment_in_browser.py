@@ -19,6 +19,7 @@ from agentevo.runs.folder.lock import LOCK
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.soak
 def test_the_line_of_what_it_does_and_the_badge_change_by_themselves(
     visit: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -164,7 +164,7 @@ def test_a_sweep_is_a_link_above_the_list(folder: Path, get: Get) -> None:
 
 
 # The last one here: until the browser is closed, `asyncio.run` fails in this thread.
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_evaluation_under_way_shows_newer_attempts_by_itself(
     folder: Path, visit: Callable[..., Any]
 ) -> None:

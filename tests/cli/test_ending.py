@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from slow import soak
 
 LEFT = {
     "a thread": "threading.Thread(target=time.sleep, args=(600,), name='theirs').start()",
@@ -20,7 +21,7 @@ NAMED = {"a process": "the process", "what is done at exit": "something"}
 
 @pytest.mark.slow
 @pytest.mark.cold_start
-@pytest.mark.parametrize("left", LEFT)
+@pytest.mark.parametrize("left", ["a thread", "a process", *soak(*list(LEFT)[1::2])])
 def test_the_process_ends_soon_and_says_what_it_left(left):
     program = (
         "import atexit, multiprocessing, sys, threading, time\n"

@@ -107,7 +107,9 @@ def plug_in(folder, how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["entry point", *soak("import")])
-@pytest.mark.parametrize("what", WHOLE)
+@pytest.mark.parametrize(
+    "what", ["agent and reward", "environment", *soak("agent on an environment")]
+)
 def test_a_whole_run_killed_and_resumed(tmp_path, what, how):
     path, keys = plug_in(tmp_path, how)
     rows = [json.dumps({"id": f"t{n}", "query": "x" * n, "n": n}) for n in range(1, 7)]

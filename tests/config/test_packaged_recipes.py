@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from slow import soak
 
 import agentevo
 from agentevo.cli.main import main
@@ -39,7 +40,7 @@ def test_no_two_recipes_share_a_name():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["search_r1", "deep_research"])
+@pytest.mark.parametrize("name", ["search_r1", *soak("deep_research")])
 def test_a_recipe_of_search_plays_prepared_questions(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [

@@ -11,6 +11,7 @@ import torch
 from by_name import advantage
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow import soak
 from slow_advantages import PER_TOKEN, PER_TRAJECTORY, Batch, owned, slow_advantage
 
 from agentevo.algorithms.entries import FUNCTION
@@ -285,7 +286,7 @@ def test_a_trajectory_may_be_cut_into_rows(name: str, data: st.DataObject) -> No
 
 
 @each_name
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *soak(torch.float64)])
 @settings(max_examples=examples(25))
 @given(data=st.data())
 def test_finite_in_finite_out(name: str, dtype: torch.dtype, data: st.DataObject) -> None:

@@ -4,7 +4,7 @@ A block of YAML is read as what it is: a recipe, a pipeline, or a part of a reci
 over a fitting one. The blocks of Python of a page are executed in order, up to where they would
 train. A command is parsed by the command line's own parser, and its recipe is read with its
 overrides; `agentevo launch` is run. The pages for people who write their own agents, environments
-and rewards are typed as printed, training included (slow).
+and rewards are typed as printed, training included (slow; some only in the soak).
 
 A comment before a block says what it is: `part of FILE`, whose lines it repeats; `each line alone`;
 or `not run: WHY`. How many are not run is fixed here, so that no page adds one without thought.
@@ -60,8 +60,8 @@ NOT_PRINTED = {
 }
 """Files that must be there for what a page prints, and that it describes only."""
 
-TYPED = ["agents", "algorithms", "loop", "tasks", "tools"]
-TYPED_IN_SOAK = ["environments", "multi_agent", "rewards"]
+TYPED = ["tasks", "tools"]
+TYPED_IN_SOAK = ["agents", "algorithms", "environments", "loop", "multi_agent", "rewards"]
 """Pages whose files and commands are typed as printed."""
 LONGEST_FILE = 60
 

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import matplotlib.pyplot as plt
 import pytest
+from slow import soak
 
 import agentevo
 
@@ -31,7 +32,9 @@ def cells(notebook: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "notebook", [NOTEBOOKS[0], *soak(*NOTEBOOKS[1:])], ids=lambda path: path.stem
+)
 def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     display = ModuleType("IPython.display")

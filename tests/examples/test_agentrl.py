@@ -32,7 +32,7 @@ SMALL = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_example_trains(tmp_path, monkeypatch):
     shutil.copytree(EXAMPLE, tmp_path / "agentrl")
     monkeypatch.chdir(tmp_path / "agentrl")

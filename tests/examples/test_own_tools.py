@@ -14,11 +14,9 @@ TASKS = [{"id": str(number), "query": "?"} for number in range(2)]
 """Whatever they are: the run is only read."""
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "example", ["tool_agent", pytest.param("mcp_agent", marks=pytest.mark.examples)]
-)
+@pytest.mark.parametrize("example", ["tool_agent", "mcp_agent"])
 def test_an_example_trains_on_tokens_that_extend_each_other(example, tmp_path):
     words = ["--out", tmp_path / "out", "--steps", "1", "--conversations", "512", "--held-out", "4"]
     done = subprocess.run(

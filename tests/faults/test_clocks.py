@@ -26,7 +26,7 @@ APART = ("serve", "sample", "learn")
 def test_the_date_changes_under_everybody(small: Small, members: Members) -> None:
     """By hours, twenty times a second. Nothing depends on it: no lease runs out, no attempt
     fails."""
-    config = small("trainer.steps=12", "rollout.lease_s=20")
+    config = small("trainer.steps=6", "rollout.lease_s=20")
     finish(members(config, *APART, before="fault_hooks:wall_clock_jumps"))
     found = check(config)
     assert found.trained == expected_ids(config)
@@ -40,7 +40,7 @@ def test_the_clock_of_leases_is_set(
     """A server's clock, or a reboot. Set forward, leases run out early and work is done again; set
     back, a dead sampler's lease would last for hours. Both while a sampler has just been killed
     over its work."""
-    config = small("trainer.steps=12", "rollout.lease_s=2")
+    config = small("trainer.steps=6", "rollout.lease_s=2")
     set_clock(tmp_path, 0.0)
     serve, sample, learn = parts = members(config, *APART, before="fault_hooks:steady_clock_jumps")
     sample.start(PlannedKill("attempts written", 3, 0.0))

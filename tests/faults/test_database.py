@@ -85,7 +85,7 @@ def killed_while_it_writes(path: str) -> None:
 def test_sqlite_whose_writers_are_killed(
     small: Small, members: Members, fork_server: ForkServer
 ) -> None:
-    config = small("trainer.steps=20")
+    config = small("trainer.steps=8")
     path = config.run_dir / "store.sqlite"
 
     def disturb() -> bool:
@@ -103,14 +103,15 @@ def test_sqlite_whose_writers_are_killed(
         return True
 
     parts = members(config, "train")
-    with meanwhile(disturb, parts[-1], least=10, every_s=(0.02, 0.2), seed=1):
+    with meanwhile(disturb, parts[-1], least=5, every_s=(0.02, 0.2), seed=1):
         finish(parts)
 
     assert check(config).trained == expected_ids(config)
 
 
+@pytest.mark.soak
 def test_sqlite_that_is_locked_for_longer_than_any_deadline(small: Small, members: Members) -> None:
-    config = small("trainer.steps=20")
+    config = small("trainer.steps=8")
     path = config.run_dir / "store.sqlite"
 
     def disturb() -> bool:

@@ -127,7 +127,7 @@ def test_no_room_for_a_checkpoint(
 
 def test_no_room_for_the_store(small: Small, members: Members, small_disk: Path) -> None:
     """It waits until there is room, and nobody fails."""
-    config = small("trainer.steps=16", f"store.url=sqlite:///{small_disk}/store.sqlite")
+    config = small("trainer.steps=8", f"store.url=sqlite:///{small_disk}/store.sqlite")
     parts = members(config, "serve", "sample", "learn")
 
     def crowd() -> None:
@@ -153,9 +153,10 @@ def test_no_room_for_the_store(small: Small, members: Members, small_disk: Path)
     assert check(config).trained == expected_ids(config)
 
 
+@pytest.mark.soak
 def test_no_room_for_weights(small: Small, members: Members, small_disk: Path) -> None:
     """Engines go on under the version before, and get the next one when there is room."""
-    config = small("trainer.steps=16")
+    config = small("trainer.steps=8")
     ensure_run_folder(config)
     weights = config.run_dir / "weights"
     weights.symlink_to(small_disk)
@@ -182,7 +183,7 @@ def test_no_room_for_weights(small: Small, members: Members, small_disk: Path) -
 
     assert freed and "could not be written, and is tried again" in freed[0]
     assert check(config).trained == expected_ids(config)
-    assert json.loads((weights / "latest.json").read_text())["version"] == 16
+    assert json.loads((weights / "latest.json").read_text())["version"] == 8
 
 
 def tear(path: Path, how: str) -> None:
@@ -209,7 +210,12 @@ def tear(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [("cut",), ("flipped",), ("gone", "emptied", "cut")], ids=["newest", "newest-bit", "all"]
+    "how",
+    [
+        pytest.param(("cut",), marks=pytest.mark.soak, id="newest"),
+        pytest.param(("flipped",), id="newest-bit"),
+        pytest.param(("gone", "emptied", "cut"), id="all"),
+    ],
 )
 def test_torn_checkpoints(
     how: tuple[str, ...], small: Small, members: Members, whole: RunConfig

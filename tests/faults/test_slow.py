@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from fault_attacks import finish
 from fault_checks import check, expected_ids
-from fault_hooks import LATE_EVERY
 from fault_processes import Component
+from slow import soak
 
 from agentevo.api.run import train
 from agentevo.config import RunConfig, build_config
@@ -26,7 +26,7 @@ Members = Callable[..., list[Component]]
 
 def test_an_engine_that_answers_late(small: Small, members: Members) -> None:
     """Infrastructure: the group is tried again, and no attempt counts as failed."""
-    config = small("trainer.steps=8", "engine.timeout_s=5")
+    config = small("trainer.steps=5", "engine.timeout_s=5")
     finish(members(config, "serve", "sample", "learn", before="fault_hooks:late_answers"))
     found = check(config)
     assert found.trained == expected_ids(config)
@@ -35,14 +35,10 @@ def test_an_engine_that_answers_late(small: Small, members: Members) -> None:
     }
 
     told = [event.error for task in found.tasks.values() for event in task.history]
-    completions = sum(
-        len(trajectory.trajectory.turns) for trajectory in found.trajectories.values()
-    )
-    assert len(told) >= completions // LATE_EVERY // 4
     assert any("no completion within" in one for one in told)
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", [2, *soak(0)])
 def test_an_environment_that_never_answers(staleness: int, small: Small, members: Members) -> None:
     """One environment in eight hangs at its first action: its attempts fail with the reason, all
     others are trained on."""
@@ -65,7 +61,7 @@ def test_an_environment_that_never_answers(staleness: int, small: Small, members
         assert "agent.timeout_s=5 s" in str(found.trajectories[name].trajectory.error)
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", [0, *soak(2)])
 def test_an_agent_that_never_answers(staleness: int, small: Small) -> None:
     config = small(
         "trainer.steps=4",

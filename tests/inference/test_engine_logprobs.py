@@ -74,7 +74,10 @@ def params_of(index: int, max_new_tokens: int = 12) -> SamplingParams:
 
 
 @pytest.mark.parametrize("sharing", [True, *soak(False)], ids=["shared", "unshared"])
-@pytest.mark.parametrize("name", [*QUICK, *slow(*(n for n in ARCHITECTURES if n not in QUICK))])
+@pytest.mark.parametrize(
+    "name",
+    [*QUICK, *slow("llama4"), *soak(*(n for n in ARCHITECTURES if n not in (*QUICK, "llama4")))],
+)
 def test_in_company(name, sharing, random_model, complete, difference):
     one = random_model(name)
     engine = TorchEngine(one.model, config=EngineSection(prefix_sharing=sharing))
@@ -102,8 +105,8 @@ def test_capped_attention_and_its_log_sum_exp(dtype):
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("temperature", [0.3, *slow(1.0, 1.7)])
-@pytest.mark.parametrize("sharing", [True, False], ids=["shared", "unshared"])
+@pytest.mark.parametrize("temperature", [0.3, *soak(1.0, 1.7)])
+@pytest.mark.parametrize("sharing", [True, *soak(False)], ids=["shared", "unshared"])
 def test_a_group_at_each_temperature(temperature, sharing, random_model, complete, difference):
     one = random_model("llama")
     engine = TorchEngine(one.model, config=EngineSection(prefix_sharing=sharing))
@@ -122,7 +125,7 @@ def test_a_group_at_each_temperature(temperature, sharing, random_model, complet
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize("name", ["gemma2", *soak("llama", "mistral")])
 def test_with_memory_for_a_few_only(name, random_model, complete, difference):
     """Requests queue, prefixes are dropped and computed again, slots move and grow."""
     one = random_model(name)
@@ -136,8 +139,8 @@ def test_with_memory_for_a_few_only(name, random_model, complete, difference):
         assert difference(one.logits(prompt + found.ids), prompt, found, wanted) < TOLERANCE
 
 
-@pytest.mark.parametrize("prefill_tokens", [*slow(16), 4096])
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("prefill_tokens", [*slow(16), *soak(4096)])
+@pytest.mark.parametrize("name", ["mistral", *soak("llama")])
 def test_long_prompts_in_chunks(name, prefill_tokens, random_model, complete, difference):
     one = random_model(name)
     engine = TorchEngine(one.model, config=EngineSection(prefill_tokens=prefill_tokens))

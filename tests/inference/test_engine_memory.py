@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from slow import slow
+from slow import soak
 
 from agentevo.config import EngineSection
 from agentevo.errors import RequestTooLongError
@@ -157,7 +157,7 @@ def check(name, random_model, difference, mix: list[Ask], engine: TorchEngine, b
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mistral", *slow("llama")])
+@pytest.mark.parametrize("name", ["mistral", *soak("llama")])
 def test_any_mix_of_requests(name, random_model, difference, monkeypatch):
     @settings(max_examples=examples(30), deadline=None, derandomize=True)
     @given(
@@ -259,7 +259,7 @@ def test_who_runs_out_of_room_waits_and_goes_on(pressed, random_model, complete)
     assert again > 0, "somebody was sent back, and what it had drawn was computed again"
 
 
-@pytest.mark.parametrize("in_flight", ["finish", "continue"])
+@pytest.mark.parametrize("in_flight", ["continue", *soak("finish")])
 def test_new_weights_come_while_room_is_short(pressed, in_flight):
     """What was sent back to the queue has begun: it ends on the old weights as well."""
 

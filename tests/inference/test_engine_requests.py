@@ -7,6 +7,7 @@ import random
 
 import pytest
 from engine_door import WRONG_SAMPLING
+from slow import soak
 
 from agentevo.config import EngineSection, ModelSection, TinyModel
 from agentevo.errors import DeadlineExceededError, EngineError, ModelError, RequestTooLongError
@@ -35,7 +36,7 @@ async def until(condition) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["gemma2", *soak("llama")])
 def test_one_request_gives_the_same_tokens_in_any_company(name, random_model, complete):
     model = random_model(name).model
     shared = prompt_of(60, 0)

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from slow import soak
 
 from agentevo.config import EngineSection
 from agentevo.errors import EngineError
@@ -27,7 +28,7 @@ LONG = [5 + (7 * n) % 80 for n in range(150)]
 SESSION = "one"
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen3-moe"])
+@pytest.fixture(scope="module", params=["qwen3-moe", *soak("mixtral")])
 def model(request, random_model):
     return enable_routing(copy.deepcopy(random_model(request.param).model))
 
@@ -57,7 +58,7 @@ def params(seed: int, tokens: int = 12, start: int = 0) -> SamplingParams:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"prefill_tokens": 16}, {"prefix_sharing": False}])
+@pytest.mark.parametrize("settings", [{"prefill_tokens": 16}, *soak({}, {"prefix_sharing": False})])
 def test_shared_prefixes_chunks_and_company(settings, model, complete):
     """Prefixes that are copied (25 tokens) and that are referred to (150), prompts that begin
     alike, and one alone."""

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from near_ties import ROUTER_WEIGHTS, nudged
+from slow import soak
 from transformers import PreTrainedModel
 
 from agentevo.config import EngineSection
@@ -36,7 +37,7 @@ Turn = tuple[list[int], Completion, list[RoutedExperts]]
 """The ids with the completion, the completion, and the rows told along its path."""
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen3-moe"])
+@pytest.fixture(scope="module", params=["qwen3-moe", *soak("mixtral")])
 def bare(request, random_model):
     return random_model(request.param).model
 
@@ -166,7 +167,7 @@ def test_a_session_whose_cache_others_took(bare):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharing", [True, False])
+@pytest.mark.parametrize("sharing", [True, *soak(False)])
 def test_turns_that_were_broken_off_or_ran_at_the_same_time(bare, sharing):
     """One that nobody waits for takes its session's cache with it."""
 
@@ -205,7 +206,7 @@ def test_the_same_prompt_twice_at_once_with_experts_that_differ(bare):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("session", [SESSION, None])
+@pytest.mark.parametrize("session", [SESSION, *soak(None)])
 def test_a_request_that_is_interrupted_and_goes_on_under_the_same_weights(bare, session):
     """By a cache that is dropped, twice, before its context was there again; by a sleep; and under
     a version that serves on beside a newer one."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from slow import slow
+from slow import soak
 
 from agentevo.inference.embedded.sampling import draw, filter_logits
 from agentevo.types import SamplingParams
@@ -26,7 +26,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("vocabulary", [6, *slow(700)])
+@pytest.mark.parametrize("vocabulary", [6, *soak(700)])
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_frequencies_are_those_of_the_distribution(params, vocabulary, distribution):
     """Chi-square over 6000 draws; 700 tokens span three blocks of the cumulative sum."""

@@ -185,7 +185,7 @@ def test_scores_of_given_tokens(name, random_model):
     torch.testing.assert_close(torch.tensor(scores.logprobs), expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("in_flight", ["finish", "continue"])
+@pytest.mark.parametrize("in_flight", ["continue", *soak("finish")])
 def test_new_weights_drop_all_states(in_flight, random_model, difference):
     policy = random_model("qwen3-next")
     model = copy.deepcopy(policy.model)

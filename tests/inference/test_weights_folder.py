@@ -6,12 +6,13 @@ import copy
 import errno
 import hashlib
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
-from engine_process import CONTEXT
+import weights_writer
 from safetensors.torch import load_file
-from weights_writer import write_and_die
 
 from agentevo.errors import EngineError
 from agentevo.inference.weights import weights_folder as weights_module
@@ -159,10 +160,9 @@ def test_killed_at_any_moment_of_writing(model, tmp_path):
     folder.write(1, model, keep=2)
     rows = []
     for version in range(2, 9):
-        writer = CONTEXT.Process(target=write_and_die, args=(str(tmp_path), version, version - 1))
-        writer.start()
-        writer.join(300)
-        rows.append((writer.exitcode, folder.latest(), len(folder.read(folder.latest()))))
+        words = [str(tmp_path), str(version), str(version - 1)]
+        writer = subprocess.run([sys.executable, weights_writer.__file__, *words], timeout=300)
+        rows.append((writer.returncode, folder.latest(), len(folder.read(folder.latest()))))
 
     assert rows == [(-9, 1, 2)] * 5 + [(-9, 7, 2), (0, 8, 2)]
     assert sorted(path.name for path in tmp_path.iterdir()) == [

@@ -14,7 +14,7 @@ import torch
 from adapted_models import moved
 from fused_passes import fused, logits, num_fused_calls, unfused
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
-from slow import slow, soak
+from slow import soak
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -142,7 +142,7 @@ def test_options_mean_what_they_mean_in_peft(base):
 
 @needs_onednn
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", ["llama", *slow("qwen2"), *soak("qwen3", "mistral")])
+@pytest.mark.parametrize("name", ["llama", *soak("qwen2", "qwen3", "mistral")])
 def test_fused_passes_hold_the_adapters(name, variant, base):
     model = prepare(moved(add_adapter(base(name), VARIANTS[variant], seed=1)))
     plain = fused(prepare(base(name)))
@@ -259,7 +259,9 @@ def test_a_saved_adapter_is_the_same_to_plain_peft_and_to_us(variant, base_folde
     assert ours.tokenizer.get_vocab() == loaded.tokenizer.get_vocab()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", ["dora", "names", *soak(*(one for one in VARIANTS if one not in ("dora", "names")))]
+)
 def test_a_merged_model_is_a_plain_one_with_the_same_answers(variant, base_folder, tmp_path):
     loaded = load_model(
         ModelSection(name=str(base_folder), device="cpu", lora=VARIANTS[variant]), seed=4
@@ -432,8 +434,8 @@ def test_adapters_over_a_quantized_base(kind, rounding, tiny_policy, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["whole", "none", "8bit", "4bit"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *soak("float32")])
+@pytest.mark.parametrize("kind", ["whole", "4bit", *soak("none", "8bit")])
 def test_gradients_are_the_same_after_a_generation(kind, dtype, tiny_policy, tmp_path):
     """Passes without gradients, of an engine and of held-out rows, leave nothing behind in a base
     that changes the next pass with gradients."""

@@ -10,7 +10,7 @@ import pytest
 from constrained import tiny_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow import slow
+from slow import soak
 from tool_call_templates import TEMPLATES
 
 from agentevo.errors import BadRequestError, GrammarError
@@ -181,7 +181,7 @@ def fits(call):
     return set(arguments) == {"a", "b"} and isinstance(arguments["a"], int)
 
 
-@pytest.mark.parametrize("name", ["deepseek", *slow(*sorted({*JSON_BEHIND_A_NAME} - {"deepseek"}))])
+@pytest.mark.parametrize("name", ["deepseek", *soak(*sorted({*JSON_BEHIND_A_NAME} - {"deepseek"}))])
 def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(name):
     chat = chat_of(name)
     grammar = grammar_of(None, chat, MIXED, ASK)

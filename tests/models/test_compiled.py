@@ -4,6 +4,7 @@ whose plain linear layers stand for a GPU's."""
 from __future__ import annotations
 
 import copy
+import functools
 import random
 
 import pytest
@@ -18,6 +19,7 @@ from agentevo.config import (
     RunConfig,
     TrainerSection,
 )
+from agentevo.models.compute import compiled
 from agentevo.models.compute.activations import CheckpointedLayer, keep_activations
 from agentevo.models.compute.compiled import CompiledLayer, compile_layers, is_compiled
 from agentevo.models.files.model_copy import copy_policy
@@ -69,9 +71,17 @@ def forwards(model):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", *soak("aot_eager", "inductor")])
 @pytest.mark.parametrize("checkpointing", ["full", *soak("none")])
 @pytest.mark.parametrize("name", ["gemma2", *soak("qwen3")])
-def test_gradients_are_those_of_the_layers_themselves(name, checkpointing, random_model):
+def test_gradients_are_those_of_the_layers_themselves(
+    name, checkpointing, backend, random_model, monkeypatch
+):
+    """Forward passes as PyTorch captures them; in the soak their backward passes too, and kernels
+    that are made of both, which takes a minute."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    compile_forward = functools.cache(compiled._compile_forward.__wrapped__)
+    monkeypatch.setattr(compiled, "_compile_forward", compile_forward)
     model = compile_layers(plain(random_model, name))
     model = keep_activations(model, MemorySection(checkpointing=checkpointing))
     torch._dynamo.utils.counters.clear()
@@ -111,9 +121,7 @@ def test_a_copy_computes_with_its_own_layers(random_model):
 
 def test_the_engine_computes_with_the_layers_themselves(random_model, monkeypatch):
     model = compile_layers(plain(random_model, "llama"))
-    monkeypatch.setattr(
-        "agentevo.models.compute.compiled._compile_forward", lambda kind: pytest.fail
-    )
+    monkeypatch.setattr(compiled, "_compile_forward", lambda kind: pytest.fail)
     with torch.inference_mode():
         token_logprobs(model, batch_of(0))
 

@@ -157,11 +157,11 @@ def test_a_call_that_breaks_after_it_started_is_void() -> None:
     assert stream.finish() == []
 
 
-SIZE = 50_000
+SIZE = 10_000
 TOKEN = 4
 LONGEST_HELD = 64
 """Characters that are looked at again with the next piece: the beginning of a mark."""
-LONG = '{"text": "' + "a long \\n text " * 5_000
+LONG = '{"text": "' + "a long \\n text " * 1_000
 
 
 @pytest.mark.parametrize(

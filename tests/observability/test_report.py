@@ -93,6 +93,12 @@ class Page(HTMLParser):
             self.captions.append(data)
 
 
+@pytest.fixture
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No report has plots, which take longer than all else of it."""
+    monkeypatch.setattr(report, "write_plots", lambda *_: [])
+
+
 @pytest.mark.slow
 def test_the_page_tells_the_whole_run(
     tmp_path: Path, rows: list[MetricsRow], summary: Mapping[str, Any], decode: Callable[[int], str]
@@ -150,7 +156,7 @@ def checked(text: str) -> Page:
     return page
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("without_pictures")
 def test_the_page_asks_the_network_for_nothing_and_runs_nothing_that_a_run_says(
     tmp_path: Path, rows: list[MetricsRow], summary: Mapping[str, Any], decode: Callable[[int], str]
 ) -> None:
@@ -295,7 +301,7 @@ def make_run(
     asyncio.run(fill())
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("without_pictures")
 def test_a_report_is_made_from_the_files_alone(
     tmp_path: Path, rows: list[MetricsRow], summary: Mapping[str, Any], decode: Callable[[int], str]
 ) -> None:
@@ -375,7 +381,7 @@ def test_a_run_draws_its_report_beside_its_event_loop_and_does_not_wait_for_ever
     assert "not ready within 0.05 s: `agentevo report" in said[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("without_pictures")
 def test_the_evaluation_before_the_cold_start_has_a_line_of_its_own(
     tmp_path: Path, rows: list[MetricsRow]
 ) -> None:
@@ -386,7 +392,7 @@ def test_the_evaluation_before_the_cold_start_has_a_line_of_its_own(
     assert page.text.count("before the cold start") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("without_pictures")
 def test_what_the_summary_does_not_know_yet_comes_from_the_rows(
     tmp_path: Path, rows: list[MetricsRow]
 ) -> None:
@@ -399,7 +405,7 @@ def test_what_the_summary_does_not_know_yet_comes_from_the_rows(
     assert "a random player reaches 6%" in text
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("without_pictures")
 def test_an_interrupted_run_without_summary_or_store_has_a_report_too(
     tmp_path: Path, rows: list[MetricsRow]
 ) -> None:

@@ -6,6 +6,7 @@ import sys
 import threading
 
 import pytest
+from slow import soak
 
 from agentevo.errors import MissingExtraError
 from agentevo.rewards import make_reward, math_answer, math_worker
@@ -174,7 +175,11 @@ def test_a_process_without_a_request_waits_as_long_as_it_takes():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "stated",
-    ["9^{9^{9^{9}}}", "\\boxed{" * 300, "{" * 1900, "x^" * 900 + "x", "((((" * 400, "\\frac" * 300],
+    [
+        "9^{9^{9^{9}}}",
+        "x^" * 900 + "x",
+        *soak("\\boxed{" * 300, "{" * 1900, "((((" * 400, "\\frac" * 300),
+    ],
 )
 def test_hostile_mathematics_ends(stated):
     scoring = Scoring([reward_config("math")(name="math", place="whole", deadline_s=2.0)])

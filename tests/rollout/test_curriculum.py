@@ -103,7 +103,7 @@ def odd_ones(task):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
-    [(), pytest.param(("rollout.staleness=1",), marks=pytest.mark.slow)],
+    [(), pytest.param(("rollout.staleness=1",), marks=pytest.mark.soak)],
     ids=["synchronous", "ahead"],
 )
 def test_a_resumed_run_chooses_as_one_that_was_not_broken_off(tmp_path, quiet_view, keys):

@@ -233,7 +233,7 @@ SMALL = {
     ("keys", "stages_played"),
     [
         ((), [1, 1, 2, 2, 2]),
-        pytest.param(("rollout.staleness=1",), [1, 1, 1, 2, 2], marks=pytest.mark.slow),
+        pytest.param(("rollout.staleness=1",), [1, 1, 1, 2, 2], marks=pytest.mark.soak),
     ],
     ids=str,
 )

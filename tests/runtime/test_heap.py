@@ -40,7 +40,7 @@ def test_garbage_of_before_goes_at_once_and_of_within_as_always() -> None:
         assert within() is None
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_became_garbage_meanwhile_goes_after_it_also_when_it_fails() -> None:
     node = Node()
     known = weakref.ref(node)
@@ -54,7 +54,7 @@ def test_what_became_garbage_meanwhile_goes_after_it_also_when_it_fails() -> Non
     assert known() is None
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_of_two_blocks_that_overlap_the_last_thaws() -> None:
     first = lasting_heap()
     second = lasting_heap()

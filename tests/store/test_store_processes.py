@@ -118,7 +118,7 @@ async def check_whole(store: Store, num_tasks: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("num_tasks", "kills"), [(40, 6), pytest.param(100, 20, marks=pytest.mark.soak)]
+    ("num_tasks", "kills"), [(20, 3), pytest.param(100, 20, marks=pytest.mark.soak)]
 )
 def test_kills_lose_nothing_and_double_nothing(
     num_tasks: int, kills: int, new_url: Callable[[], str], start_script: Start

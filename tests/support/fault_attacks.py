@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 
-from fault_processes import PHASES_OF, Component, PlannedKill
+from fault_processes import AIMED_AT, PHASES_OF, Component, PlannedKill
 
 RARE_PHASES = ("begin", "replay", "checkpoint", "prune", "weights written")
 """Phases that most processes come to once at best."""
@@ -82,12 +82,13 @@ def attack(
 ) -> Tally:
     """Kills the victim `kills` times, and a few times more if some phase was not hit, starting it
     again each time at once; then lets the run end, which its last member does by ending itself.
-    `None`: once in each of its phases, and never from outside. Raises AssertionError if anybody
+    `None`: once in each phase of AIMED_AT, and never from outside. Raises AssertionError if anybody
     ends in another way, or the run takes longer than `within_s`."""
     began = time.monotonic()
     tally = Tally()
     last = members[-1]
-    phases = deque(rng.sample(PHASES_OF[victim.kind], len(PHASES_OF[victim.kind])))
+    reached = (AIMED_AT if kills is None else PHASES_OF)[victim.kind]
+    phases = deque(rng.sample(reached, len(reached)))
     inside = INSIDE if kills is not None else 1.0
     most = int(SPARE * kills if kills is not None else AIMED_SPARE * len(phases))
     steps = last.config.trainer.steps

@@ -16,16 +16,20 @@ import importlib
 import inspect
 import mmap
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from agentevo.config import RunConfig
 
@@ -92,6 +96,14 @@ PHASES_OF = {
     "train": (*TRAINER_PHASES, "publish", *SAMPLER_PHASES),
 }
 """Component -> phases in which it is killed."""
+AIMED_AT = {
+    "sample": SAMPLER_PHASES,
+    "serve": PHASES_OF["serve"],
+    "learn": ("begin", "commit", "weights written"),
+    "train": (*TRAINER_PHASES, "publish"),
+}
+"""The same where each phase is aimed at once. What a trainer does on its own is aimed at without
+samplers, and what samplers do without a trainer."""
 PROGRESS = {"sample": "attempts written", "serve": "generate", "learn": "commit", "train": "commit"}
 """Component -> the phase whose first end shows that a process has made progress."""
 
@@ -286,13 +298,21 @@ class ForkServer:
         before = {name: os.environ.get(name) for name in needed}
         os.environ.update(needed)
 
+        resource_tracker.ensure_running()
         try:
-            first = self._context.Process(target=_nothing)
-            first.start()
+            with mock.patch.object(multiprocessing.util, "spawnv_passfds", self._start):
+                first = self._context.Process(target=_nothing)
+                first.start()
             first.join()
         finally:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+    def _start(self, path: str, words: Sequence[str], descriptors: Sequence[int]) -> int:
+        """Starts it as `subprocess` does, so that it begins warm (warm_processes.py)."""
+        program = f"import agentevo\n{words[-1]}"
+        self._process = subprocess.Popen([sys.executable, "-c", program], pass_fds=descriptors)
+        return self._process.pid
 
     def fork(self, launch: Launch) -> Any:
         process = self._context.Process(target=run_launched, args=(launch,), name=launch.name)

@@ -21,9 +21,15 @@ from agentevo.runs.folder.run_folder import read_store
 from agentevo.training.checkpoint import Checkpoints
 
 SMALL: dict[str, Any] = {
-    "environment": {"type": "frozen_lake", "slippery": False, "view": "words", "max_actions": 6},
+    "environment": {
+        "type": "frozen_lake",
+        "size": 3,
+        "slippery": False,
+        "view": "words",
+        "max_actions": 4,
+    },
     "model": {"name": "tiny", "tiny": {"hidden_size": 32, "num_layers": 1, "num_heads": 2}},
-    "agent": {"format": "plain", "max_turns": 6},
+    "agent": {"format": "plain", "max_turns": 4},
     "sampling": {"max_new_tokens": 3},
     "algorithm": {"kl_coef": 0.02, "entropy_coef": 0.01},
     "trainer": {
@@ -34,8 +40,8 @@ SMALL: dict[str, Any] = {
         "minibatches": 2,
         "schedule": "cosine",
     },
-    "cold_start": {"episodes": 40, "batch_episodes": 8, "learning_rate": 1e-2},
-    "evaluation": {"tasks": 3, "every": 2},
+    "cold_start": {"episodes": 24, "batch_episodes": 8, "learning_rate": 1e-2},
+    "evaluation": {"tasks": 2, "every": 2},
     "checkpoint": {"every": 2},
     "tracking": {"tensorboard": False, "report": False},
     "run": {"seed": 5, "threads": 1},

@@ -49,6 +49,12 @@ from typing import Any, ClassVar, NoReturn
 PRELOADED = (
     "agentevo.cli.main",
     "agentevo.api.run",
+    "agentevo.inference.embedded.torch_engine",
+    "agentevo.observability.trackers.mlflow",
+    "agentevo.observability.trackers.swanlab",
+    "agentevo.observability.trackers.tensorboard",
+    "agentevo.observability.trackers.trackio",
+    "agentevo.observability.trackers.wandb",
     "agentevo.runs.orchestration.run",
     "agentevo.runs.processes.learn",
     "agentevo.runs.processes.sample",
@@ -86,8 +92,9 @@ READ_AT_IMPORT = (
 )
 """Prefixes of variables that libc or an imported package has read already. A program starts cold if
 its environment differs there."""
-IMPORT_OF_OURS = re.compile(r"^(from|import) agentevo\b", re.MULTILINE)
+IMPORT_OF_OURS = re.compile(r"^(from|import) agentevo(_\w+)?\b", re.MULTILINE)
 """A line of a program that is given by `-c`."""
+OURS = ("agentevo", "agentevo_evolve", "agentevo_ui")
 IMITATED = ("PYTHONPATH", "PYTHONUNBUFFERED")
 INTERPRETER = sys.executable  # a test may name another one there
 SUPPORT = Path(__file__).resolve().parent
@@ -223,7 +230,7 @@ def _is_ours(words: list[str]) -> bool:
     if words[0] != INTERPRETER or not program:
         return False
     if program[0] == "-m":
-        return program[1] == "torch.distributed.run" or program[1].split(".")[0] == "agentevo"
+        return program[1] == "torch.distributed.run" or program[1].split(".")[0] in OURS
     if program[0] == "-c":
         return IMPORT_OF_OURS.search(program[1]) is not None
     return program[0].endswith(".py") and Path(program[0]).resolve().is_relative_to(ROOT)
@@ -270,9 +277,12 @@ def _start_parent() -> WarmParent:
 
 
 def preload() -> None:
-    """Imports what programs import."""
+    """Imports and computes what programs do."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
     for name in PRELOADED:
         importlib.import_module(name)
+    get_checkpoint_conversion_mapping("llama")  # whoever saves a model compiles its 700 patterns
 
 
 def be_parent(number: int) -> NoReturn:

@@ -114,7 +114,7 @@ def reinforced(
             for s, row in zip(samples, tables["ref_logp"], strict=True)
         ]
 
-    metrics = [trainer.step(samples) for _ in range(2)]
+    metrics = [trainer.step(samples)]
     roles = [] if trainer.roles.critic is None else list(trainer.roles.critic.weights.values())
     return [*model.parameters(), *roles], metrics
 

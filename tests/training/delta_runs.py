@@ -42,10 +42,10 @@ Case = tuple[str, dict[str, int], int]
 unequal."""
 CASES: dict[str, list[Case]] = {
     "2 processes": [
-        ("llama", {"shard": 2}, 21),
-        ("qwen3 tied", {"tensor": 2}, 12),
-        ("llama+lora", {"shard": 2}, 12),
-        ("moe+deep", {"pipeline": 2}, 12),
+        ("llama", {"shard": 2}, 11),
+        ("qwen3 tied", {"tensor": 2}, 6),
+        ("llama+lora", {"shard": 2}, 6),
+        ("moe+deep", {"pipeline": 2}, 6),
     ],
     "4 processes": [
         ("llama", {"shard": 2, "tensor": 2}, 12),

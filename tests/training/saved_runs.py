@@ -14,8 +14,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import data_parallel_runs
 import torch
-from data_parallel_runs import SECTION, model_of
+from data_parallel_runs import model_of
 from fsdp_runs import with_reference
 from tensor_memory import TensorMemory
 from torch import distributed
@@ -39,7 +40,10 @@ from agentevo.training.state_parts import split_state
 from agentevo.training.trainer import Trainer
 
 ALGORITHM = AlgorithmSection(kl_coef=0.2, kl_in="loss", reference="ema", reference_decay=0.5)
+SECTION = data_parallel_runs.SECTION.model_copy(update={"epochs": 1})
 STEPS = 2
+LAYERS = {"shard": 2, "pipeline": 4}
+"""By key of trainer.parallel: a stage has one."""
 
 
 class Silent:
@@ -53,11 +57,7 @@ class Silent:
             raise OSError(28, "No space left on device")
 
 
-def started(meshes: Meshes | None, weights: Path | None = None) -> Trainer:
-    model = model_of(1, 4) if weights is None else LlamaForCausalLM.from_pretrained(weights)
-    if weights is not None:
-        prepare(model.eval())
-
+def started(meshes: Meshes | None, model: LlamaForCausalLM) -> Trainer:
     make_plain(model)
     if meshes is not None:
         spread(model, meshes)
@@ -68,8 +68,8 @@ def started(meshes: Meshes | None, weights: Path | None = None) -> Trainer:
     return Trainer(model, SECTION, ALGORITHM)
 
 
-def taught(meshes: Meshes | None) -> Trainer:
-    trainer = started(meshes)
+def taught(meshes: Meshes | None, key: str) -> Trainer:
+    trainer = started(meshes, model_of(1, LAYERS[key]))
     trainer.begin()
     for _ in range(STEPS):
         trainer.step(with_reference(trainer))
@@ -77,7 +77,7 @@ def taught(meshes: Meshes | None) -> Trainer:
 
 
 def resumed(meshes: Meshes | None, path: Path) -> Trainer:
-    trainer = started(meshes, path)
+    trainer = started(meshes, prepare(LlamaForCausalLM.from_pretrained(path).eval()))
     state, _ = Checkpoints(path.parent, 9, is_only_caller=True).load(
         path, mapped=meshes is not None
     )
@@ -277,8 +277,8 @@ def _save_for_ever(process: int, place: Path) -> int:
     return 0
 
 
-def main(what: str, section: ParallelSection, folder: Path) -> dict[str, Any]:
-    meshes = make_meshes(section, "cpu")
+def main(what: str, key: str, size: int, folder: Path) -> dict[str, Any]:
+    meshes = make_meshes(ParallelSection(**{key: size}), "cpu")
     if what == "load":
         found: dict[str, Any] = {}
         for name in ("of-2", "of-1"):
@@ -287,7 +287,7 @@ def main(what: str, section: ParallelSection, folder: Path) -> dict[str, Any]:
             found[name]["metrics"] = trainer.step(with_reference(trainer))
         return found
 
-    trainer = taught(meshes)
+    trainer = taught(meshes, key)
     found = {"state": whole_state(trainer), "said": save(trainer, folder / "of-2", STEPS)}
     found["full"] = save(trainer, folder / "of-2", 9, full=True)
     writer = state_parts.dcp.FileSystemWriter
@@ -331,5 +331,5 @@ if __name__ == "__main__":
         world_size=int(world),
         timeout=timedelta(seconds=300),
     )
-    torch.save(main(what, ParallelSection(**{key: int(size)}), Path(folder)), out)
+    torch.save(main(what, key, int(size), Path(folder)), out)
     distributed.destroy_process_group()

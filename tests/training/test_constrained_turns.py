@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from constrained import CALL, END, FACT, alone, complete, params, tiny_policy
+from slow import soak
 
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.errors import TrainingError
@@ -116,7 +117,7 @@ def by_hand(model, samples) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize("merge", [True, *soak(False)])
 @pytest.mark.parametrize("path", ["linear", "frozen output layer", "logits", "small cells"])
 def test_log_probs_entropy_and_gradient_are_those_of_a_softmax_over_the_allowed(
     path, merge, monkeypatch

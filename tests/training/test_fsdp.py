@@ -12,7 +12,7 @@ from several_processes import run_processes
 sys.path.insert(0, str(Path(__file__).parent))
 import fsdp_runs as runs
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak  # CI has it as cases of test_mesh.py and test_saved_parts.py
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from seeing_samples import (
     provider_of,
     sample_of,
 )
-from slow import slow
+from slow import soak
 from tiny_vision import FAMILIES, write_tiny_vision
 
 from agentevo.config import AlgorithmSection, RewardModelSection, TrainerSection
@@ -74,8 +74,8 @@ def assert_equal(
     return packed.batch
 
 
-@pytest.mark.parametrize("family", [*TREES[:1], "idefics3", *slow(*TREES[1:3], *TREES[4:])])
-@pytest.mark.parametrize("merge", [True, *slow(False)])
+@pytest.mark.parametrize("family", [*TREES[:1], *soak(*TREES[1:])])
+@pytest.mark.parametrize("merge", [True, *soak(False)])
 def test_a_tree_with_images_is_as_its_samples_alone(family: str, merge: bool, read: Read) -> None:
     """The gradients of all branches add up in the tower."""
     seeing = read(family, "tree")
@@ -91,7 +91,7 @@ def test_a_tree_with_images_is_as_its_samples_alone(family: str, merge: bool, re
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2_vl", "gemma3", *slow(*sorted({*FAMILIES} - {"qwen2_vl", "gemma3"}))]
+    "family", ["qwen2_vl", "gemma3", *soak(*sorted({*FAMILIES} - {"qwen2_vl", "gemma3"}))]
 )
 def test_rows_with_images_are_as_their_samples_alone(
     family: str, read: Read, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 from adapted_models import adapted
-from slow import slow, soak
+from slow import soak
 
 from agentevo.config import (
     AlgorithmSection,
@@ -87,7 +87,7 @@ def trained(model) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", SECTIONS)
-@pytest.mark.parametrize("name", ["llama", *slow("gemma2"), *soak("qwen2")])
+@pytest.mark.parametrize("name", ["llama", *soak("gemma2", "qwen2")])
 def test_loss_and_gradient_are_those_of_one_sequence_at_a_time(
     name, kind, random_model, samples_of, slow_loss, gradient
 ):
@@ -170,7 +170,11 @@ def test_a_reference_that_follows_keeps_no_second_base(kind, random_model, sampl
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "role", "trunk"),
-    [("ppo", "critic", "own"), ("ppo", "critic", "shared"), ("prime", "process_reward", "own")],
+    [
+        ("ppo", "critic", "shared"),
+        pytest.param("ppo", "critic", "own", marks=pytest.mark.soak),
+        pytest.param("prime", "process_reward", "own", marks=pytest.mark.soak),
+    ],
 )
 def test_models_beside_the_policy_train_adapters_of_their_own(preset, role, trunk, random_model):
     policy = prepare(adapted(random_model("llama").alone, SECTIONS["lora"], by=0.1))
@@ -210,9 +214,7 @@ def test_models_beside_the_policy_train_adapters_of_their_own(preset, role, trun
 @pytest.mark.parametrize(
     "algorithm",
     [
-        GRPO,
-        AlgorithmSection(kl_coef=0.1),
-        AlgorithmSection(name="ppo"),
+        *soak(GRPO, AlgorithmSection(kl_coef=0.1), AlgorithmSection(name="ppo")),
         AlgorithmSection(name="prime"),
     ],
 )

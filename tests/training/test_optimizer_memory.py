@@ -10,6 +10,7 @@ import random
 import msgspec
 import pytest
 import torch
+from slow import soak
 
 from agentevo.config import (
     AlgorithmSection,
@@ -131,7 +132,7 @@ def test_weights_that_change_before_training_begins_are_the_ones_that_are_traine
 
 
 @pytest.mark.parametrize("memory", [MemorySection(), OFFLOADED, EIGHT])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *soak(torch.float32)])
 def test_a_checkpoint_goes_on_bit_for_bit(dtype, memory, model, samples_of, tmp_path):
     """Also for the critic; through a file, as checkpoints go."""
     if memory is EIGHT:

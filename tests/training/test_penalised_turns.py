@@ -14,6 +14,7 @@ import torch
 from constrained import END, FACT, alone, complete, params, tiny_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow import soak
 
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.errors import EngineError
@@ -160,7 +161,7 @@ def test_the_engine_draws_from_the_changed_distribution_and_records_it():
     assert 90 not in banned.completion_ids and {41, 70} & set(banned.completion_ids)
 
 
-@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize("merge", [True, *soak(False)])
 @pytest.mark.parametrize("path", ["linear", "frozen output layer", "logits", "small cells"])
 def test_log_probs_entropy_and_gradient_are_those_of_the_changed_logits(path, merge, monkeypatch):
     model = copy.deepcopy(tiny_policy().model)

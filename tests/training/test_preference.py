@@ -11,7 +11,7 @@ import random
 import msgspec
 import pytest
 import torch
-from slow import slow
+from slow import slow, soak
 
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.errors import TrainingError
@@ -29,7 +29,7 @@ SECTIONS = {
     "sppo": AlgorithmSection(name="sppo", beta=0.1),
     "rft": AlgorithmSection(name="rft"),
 }
-NAMES = ["kto", *slow(*(name for name in SECTIONS if name != "kto"))]
+NAMES = ["kto", *soak(*(name for name in SECTIONS if name != "kto"))]
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def moved_trainer(
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-@pytest.mark.parametrize("micro_batch_tokens", [16384, *slow(64)])
+@pytest.mark.parametrize("micro_batch_tokens", [*slow(64), *soak(16384)])
 def test_loss_and_gradient_are_those_of_the_formula(
     name, micro_batch_tokens, random_model, model, other, samples_of, gradient
 ):
@@ -364,7 +364,7 @@ def test_what_is_not_finite_never_reaches_the_weights(model, samples_of):
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", slow("dpo", "kto", "spin", "rft"))
+@pytest.mark.parametrize("name", [*slow("kto"), *soak("dpo", "spin", "rft")])
 def test_a_trainer_that_was_saved_goes_on_bit_for_bit(name, model, samples_of):
     section = TrainerSection(learning_rate=1e-3)
     algorithm = SECTIONS[name]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from adapted_models import adapted
 from near_ties import ROUTER_WEIGHTS, two_ways
-from slow import slow
+from slow import soak
 
 from agentevo.config import (
     AlgorithmSection,
@@ -97,7 +97,7 @@ def drawn(model, group: str, seed: int, between: Between | None = None) -> Traje
     )
 
 
-@pytest.fixture(scope="module", params=["qwen3-moe", *slow("mixtral")])
+@pytest.fixture(scope="module", params=["qwen3-moe", *soak("mixtral")])
 def ways(request, random_model):
     """The engine's model, the trainer's, and four attempts that the former drew."""
     engine, trainer = two_ways(random_model(request.param).model)
@@ -173,8 +173,8 @@ def weights_after(model, trajectories, section, **changes: Any):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"old_logprobs": "recomputed", "kl_coef": 0.1}])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("changes", [{"old_logprobs": "recomputed", "kl_coef": 0.1}, *soak({})])
+@pytest.mark.parametrize("name", ["qwen3-moe", *soak("mixtral")])
 def test_an_update_where_routing_agrees_is_the_plain_one_bit_for_bit(name, changes, random_model):
     """Weights after an optimizer step; without near ties the engine chooses as the trainer does."""
     model = enable_routing(copy.deepcopy(random_model(name).model))
@@ -303,7 +303,7 @@ def test_reference_and_own_critic_choose_for_themselves(ways):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", ["none", "full", "selective"])
+@pytest.mark.parametrize("memory", ["full", *soak("none", "selective")])
 def test_with_adapters_and_checkpointing(random_model, memory):
     bare = copy.deepcopy(random_model("qwen3-moe").alone)
     policy = enable_routing(

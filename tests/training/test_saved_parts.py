@@ -49,9 +49,9 @@ def two(key, folder):
 
 
 @pytest.fixture(scope="module")
-def alone(folder):
+def alone(key, folder):
     """Saved by one."""
-    trainer = runs.taught(None)
+    trainer = runs.taught(None, key)
     assert runs.save(trainer, folder / "of-1", runs.STEPS) == "saved"
     return runs.whole_state(trainer)
 
@@ -120,8 +120,9 @@ def test_no_process_makes_a_whole_model_of_what_it_reads(key, two):
         assert found["reading"] < part + 2.5 * found["layer"]
 
 
-def test_a_kill_leaves_whole_checkpoints(tmp_path):
+@pytest.mark.parametrize("rounds", [2, *soak(8)])
+def test_a_kill_leaves_whole_checkpoints(rounds, tmp_path):
     out = tmp_path / "killed.pt"
-    command = [sys.executable, runs.__file__, "kill", str(tmp_path), "8", str(out)]
+    command = [sys.executable, runs.__file__, "kill", str(tmp_path), str(rounds), str(out)]
     subprocess.run(command, check=True, timeout=500)
     assert torch.load(out) == []

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 from agentevo.agents.browse import Browse
 from agentevo.agents.history import History
@@ -33,6 +34,7 @@ from agentevo.agents.tools.toolbox import AttemptTools
 from agentevo.agents.tools_agent import ToolsAgent
 from agentevo.config.agents import ToolAgentSection, agents
 from agentevo.errors import RequestTooLongError
+from agentevo.models.chat.answer_form import AnswerForm
 from agentevo.runtime.seeds import derive_seed
 from agentevo.types import Message, Outcome, Task, ToolCall
 
@@ -45,6 +47,7 @@ _FORMATS: dict[str, type[ToolFormat]] = {
     "react": ReActFormat,
     "search_tags": SearchTags,
 }
+_ONE_CALL = AnswerForm(calls="required", parallel=False)
 _NO_ANSWER = "Call a tool, or give the final answer as <answer>...</answer>."
 _NO_SEARCH = "Search by <search>...</search>, or give the final answer as <answer>...</answer>."
 
@@ -121,8 +124,10 @@ class ToolAgent(ToolsAgent):
         section = self._section
         num_tokens = 0
         for turns_left in reversed(range(section.max_turns)):
+            is_required = section.max_turns - turns_left <= section.required_calls
+            ask = partial(form.ask, form=_ONE_CALL if is_required else None)
             try:
-                parsed = await history.ask_within_context(form.ask, policy)
+                parsed = await history.ask_within_context(ask, policy)
             except RequestTooLongError:
                 if not progress.turn_rewards:
                     raise

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from agentevo.agents.policy import Policy, Reply
 from agentevo.agents.single_turn import with_system
 from agentevo.agents.tools.tool import ToolResult
+from agentevo.models.chat.answer_form import AnswerForm
 from agentevo.models.tool_calls import MalformedCall
 from agentevo.types import Message, ToolCall
 from agentevo.types.content import Content, content_of, parts_of
@@ -42,8 +43,9 @@ class ToolFormat(Protocol):
         """The conversation before the first reply."""
         ...
 
-    async def ask(self, messages: Sequence[Message]) -> ParsedReply:
-        """The policy's reply to the conversation. Raises the errors of Policy.generate."""
+    async def ask(self, messages: Sequence[Message], form: AnswerForm | None) -> ParsedReply:
+        """The policy's reply to the conversation, in the required form. Raises the errors of
+        Policy.generate."""
         ...
 
     def answers(self, parsed: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
@@ -62,8 +64,8 @@ class NativeFormat:
     def opening(self, messages: list[Message]) -> list[Message]:
         return messages
 
-    async def ask(self, messages: Sequence[Message]) -> ParsedReply:
-        reply = await self._policy.generate(list(messages), tools=self.tools)
+    async def ask(self, messages: Sequence[Message], form: AnswerForm | None) -> ParsedReply:
+        reply = await self._policy.generate(list(messages), tools=self.tools, form=form)
         _, drawn = self._policy.num_tokens(reply.turn)
         if self._policy.remote_model is not None:
             message = _with_ids(reply)
@@ -163,8 +165,8 @@ class ReActFormat:
         """See ToolFormat.opening. The rules are at the end of the system message."""
         return with_system(messages, _RULES.format(tools=tools_as_text(self._schemas)))
 
-    async def ask(self, messages: Sequence[Message]) -> ParsedReply:
-        reply = await self._policy.generate(list(messages), stop=STOP)
+    async def ask(self, messages: Sequence[Message], form: AnswerForm | None) -> ParsedReply:
+        reply = await self._policy.generate(list(messages), stop=STOP, form=form)
         calls, malformed = read_action(reply.answer)
         _, drawn = self._policy.num_tokens(reply.turn)
         return ParsedReply(reply, reply.message, calls, malformed, drawn)
@@ -229,8 +231,8 @@ class SearchTags:
         question = content_of([f"{SEARCH_RULES}\n\nQuestion: ", *parts_of(messages[0])])
         return [Message("user", question), *messages[1:]]
 
-    async def ask(self, messages: Sequence[Message]) -> ParsedReply:
-        reply = await self._policy.generate(list(messages), stop=SEARCH_STOP)
+    async def ask(self, messages: Sequence[Message], form: AnswerForm | None) -> ParsedReply:
+        reply = await self._policy.generate(list(messages), stop=SEARCH_STOP, form=form)
         _, num_tokens = self._policy.num_tokens(reply.turn)
 
         query = _QUERY.search(reply.answer)

@@ -279,6 +279,10 @@ class ToolAgentSection(ActingSection):
     <information> of Search-R1, for one search tool."""
     max_tool_calls: int | None = Field(default=None, ge=1)
     """Maximum number of tool calls per attempt. Default: only the number of turns limits them."""
+    required_calls: int = Field(default=0, ge=0)
+    """Number of first replies of an attempt that have to be a call. The policy can sample nothing
+    but one call that fits its tool's schema, in training and in evaluations. This gets a model
+    started that does not call tools by itself. Needs agentevo[constrained]."""
     history: HistorySection = HistorySection()
     """Which images of its history the policy sees."""
     max_calls_per_turn: int = Field(default=16, ge=1)
@@ -293,6 +297,15 @@ class ToolAgentSection(ActingSection):
     call_penalty: float = Field(default=0.0, ge=0)
     """Subtracted from the reward of a turn with a malformed call, an unknown tool, or arguments
     that the tool does not take."""
+
+    @model_validator(mode="after")
+    def _can_require_calls(self) -> Self:
+        if self.required_calls and self.format != "native":
+            raise ValueError(
+                f"required_calls needs the notation of the model's chat template: set "
+                f"format=native in place of {self.format}, or leave required_calls out"
+            )
+        return self
 
 
 class CodeAgentSection(ActingSection):

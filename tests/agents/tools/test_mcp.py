@@ -112,7 +112,7 @@ def add(number):
 
 @pytest.mark.slow
 def test_every_attempt_has_a_server_of_its_own_which_knows_the_task():
-    sections = [section(outcome="worth", exclude=("gr*",))]
+    sections = [section("sdk", outcome="worth", exclude=("gr*",))]
     first, second = played([add(2), add(3)], [add(1)], sections=sections)
     assert first[:2] == (["6", "9"], {"c": {"count": 9}})
     assert second[:2] == (["5"], {"c": {"count": 5}})

@@ -89,7 +89,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "function",
-    [answer, pytest.param(by_a_client, marks=pytest.mark.slow)],
+    [answer, pytest.param(by_a_client, marks=pytest.mark.soak)],
     ids=["native", "client"],
 )
 def test_a_loop_equals_train(function, trained, tmp_path):

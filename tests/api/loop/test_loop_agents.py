@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from loop_server import served
 from remote_server import RemoteServer, chat, gives
+from slow import soak
 from watched_policies import Policies
 
 import agentevo
@@ -151,7 +152,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("where", ["here", pytest.param("server", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["here", *soak("server")])
 def test_a_loop_equals_train(kind, where, trained, tmp_path):
     rollout, sections = KINDS[kind]
     expected, order = trained(kind)

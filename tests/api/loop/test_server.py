@@ -190,19 +190,19 @@ def free_port() -> str:
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_goes_on_and_trains_on_nothing_twice(tmp_path):
-    """Server and client share no folder. The server is killed in the middle, twice: under the
-    client's hands, and between two clients."""
+    """Server and client share no folder. The server is killed under the client's hands;
+    another client goes on."""
     here = tmp_path / "server"
     port = free_port()
 
     here.mkdir()
     server, url, key = start_server(here, "--port", port, "--tls")
-    client = start_client(tmp_path / "client", url, key, 6, "native")
+    client = start_client(tmp_path / "client", url, key, 4, "native")
     steps = []
     try:
         for line in client.stdout:
             steps.append(json.loads(line))
-            if len(steps) == 3:  # the step after it is under way by now
+            if len(steps) == 2:  # the step after it is under way by now
                 time.sleep(0.2)
                 server.send_signal(signal.SIGKILL)
                 server.wait()
@@ -213,18 +213,15 @@ def test_a_server_that_is_killed_goes_on_and_trains_on_nothing_twice(tmp_path):
 
         *steps, models = steps
         assert models == [["mine", True]]
-        assert [step for step, _, _ in steps] == list(range(7))
+        assert [step for step, _, _ in steps] == list(range(5))
 
         assert not any("stale" in reasons for _, _, reasons in steps)
 
-        server.send_signal(signal.SIGKILL)
-        server.wait()
-        server, _, _ = start_server(here, "--port", port, "--tls")
-        client = start_client(tmp_path / "another", url, key, 8, "client")
+        client = start_client(tmp_path / "another", url, key, 5, "client")
         lines = [json.loads(line) for line in client.stdout]
 
         assert client.wait(300) == 0
-        assert [line[0] for line in lines[:-1]] == [6, 7, 8]
+        assert [line[0] for line in lines[:-1]] == [4, 5]
         assert (tmp_path / "another" / "fetched" / "model.safetensors").is_file()
 
         server.send_signal(signal.SIGTERM)
@@ -236,7 +233,7 @@ def test_a_server_that_is_killed_goes_on_and_trains_on_nothing_twice(tmp_path):
     run = agentevo.load_run(here / "models" / "mine")
     audit = run.audit()
     assert audit.ok, audit
-    assert audit.steps == 8
+    assert audit.steps == 5
 
     committed = run.trajectories(state="committed")
     assert len({one.id for one in committed}) == len(committed) > 60

@@ -8,6 +8,7 @@ import json
 import openai
 import pytest
 from remote_server import RemoteServer, chat, fails, gives
+from slow import soak
 
 import agentevo
 from agentevo.api.run import Run
@@ -59,7 +60,7 @@ def client(task):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("agent", [native, blocking, client])
+@pytest.mark.parametrize("agent", [native, client, *soak(blocking)])
 def test_agents_ask_a_remote_model_beside_the_policy(agent, tmp_path, monkeypatch):
     monkeypatch.setenv("REMOTE_KEY", KEY)
     with RemoteServer(gives(chat("right", usage=(10, 4)))) as server:

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from slow import soak
 from tiny_vision import tiny_vision
 
 from agentevo.config import LoraSection, build_config
@@ -190,7 +191,7 @@ def test_a_gpus_peak_was_foreseen(name, gpu):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["0.5B", "7B"])
+@pytest.mark.parametrize("name", ["0.5B", *soak("7B")])
 def test_the_page_shows_what_the_command_prints(name, capsys):
     of_benchmarks("memory_table").print_table(80 * 2**30, (), [name])
     page = Path(__file__).resolve().parents[3] / "docs" / "training.md"

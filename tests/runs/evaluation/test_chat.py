@@ -39,7 +39,7 @@ RECIPE = (
     "model: {name: tiny, tiny: {hidden_size: 32, num_layers: 1, num_heads: 2, tokenizer: byte}}\n"
     "sampling: {max_new_tokens: 4}\n"
     "trainer: {steps: 2, group_size: 2, groups_per_step: 1}\n"
-    "evaluation: {tasks: 1, samples: 0}\ncheckpoint: {every: 1}\n"
+    "evaluation: {tasks: 1, samples: 0}\ncold_start: {episodes: 0}\ncheckpoint: {every: 1}\n"
     "tracking: {report: false, tensorboard: false}\n"
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,14 @@ from agentevo.runs.folder.creation import write_config
 from agentevo.runs.folder.resume_rules import changes, check_resume
 from agentevo.types import Message, Task
 
+ONE_STEP = ("trainer.steps=1", "cold_start.episodes=8", "evaluation.every=0")
+
 
 @pytest.fixture(scope="module")
 def of_one_step(tmp_path_factory, small_config, quiet_view) -> Path:
     """A folder with a finished run of one step."""
     folder = tmp_path_factory.mktemp("of_one_step")
-    train(small_config(folder / "run", "trainer.steps=1"), view=quiet_view())
+    train(small_config(folder / "run", *ONE_STEP), view=quiet_view())
     return folder
 
 
@@ -48,7 +51,7 @@ def test_another_run_is_not_resumed(change, of_one_step, small_config, quiet_vie
         if path.suffix in {".yaml", ".json", ".jsonl"}
     }
 
-    other = small_config(folder, "trainer.steps=2", change.format(folder=of_one_step))
+    other = small_config(folder, *ONE_STEP, "trainer.steps=2", change.format(folder=of_one_step))
     with pytest.raises(
         ConfigError,
         match=rf"was started with {change.split('=')[0]}=.* and not .*give another run\.dir",
@@ -146,7 +149,7 @@ OLD = (
 def test_a_run_from_before_some_keys_existed_goes_on(
     tmp_path, quiet_view, small_config, outcome_of, assert_same
 ):
-    config = small_config(tmp_path / "run", "trainer.steps=1", "cold_start.episodes=8")
+    config = small_config(tmp_path / "run", *ONE_STEP)
     train(config, view=quiet_view())
     before = outcome_of(config.run_dir)
     _without(tmp_path / "run" / "config.yaml", *OLD)
@@ -156,28 +159,26 @@ def test_a_run_from_before_some_keys_existed_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "change", ["cold_start.random_action_rate=0.5", "environment.frozen_probability=0.5"]
-)
 def test_a_key_from_after_its_beginning_may_not_change_a_run(
-    change, tmp_path, quiet_view, small_config
+    of_one_step, tmp_path, quiet_view, small_config
 ):
-    overrides = ("trainer.steps=1", "cold_start.episodes=8")
-    train(small_config(tmp_path / "run", *overrides), view=quiet_view())
-    _without(tmp_path / "run" / "config.yaml", *OLD)
-    with pytest.raises(ConfigError, match=rf"was started with {change.split('=')[0]}="):
-        train(small_config(tmp_path / "run", *overrides, change), view=quiet_view(), resume=True)
+    folder = tmp_path / "run"
+    shutil.copytree(of_one_step / "run", folder)
+    _without(folder / "config.yaml", *OLD)
+    for key in ("cold_start.random_action_rate", "environment.frozen_probability"):
+        with pytest.raises(ConfigError, match=rf"was started with {key}="):
+            train(small_config(folder, *ONE_STEP, f"{key}=0.5"), view=quiet_view(), resume=True)
 
 
 @pytest.mark.slow
 def test_what_changed_on_the_way_is_said_and_written_down(tmp_path, small_config):
     train(
-        small_config(tmp_path / "run", "trainer.steps=1"),
+        small_config(tmp_path / "run", *ONE_STEP),
         view=LiveView("x", plain=True, stream=io.StringIO()),
     )
     said = io.StringIO()
     train(
-        small_config(tmp_path / "run", "trainer.steps=2"),
+        small_config(tmp_path / "run", *ONE_STEP, "trainer.steps=2"),
         resume=True,
         view=LiveView("x", plain=True, stream=said),
     )
@@ -195,7 +196,13 @@ ROUNDS = ("algorithm.dynamic_sampling=3", "algorithm.dynamic_sampling=0")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "change"),
-    [((), ALIKE), ((), ROUNDS), (OWN, ALIKE), (MASK, ALIKE), (MASK, ROUNDS)],
+    [
+        ((), ALIKE),
+        (MASK, ROUNDS),
+        pytest.param((), ROUNDS, marks=pytest.mark.soak),
+        pytest.param(OWN, ALIKE, marks=pytest.mark.soak),
+        pytest.param(MASK, ALIKE, marks=pytest.mark.soak),
+    ],
     ids=str,
 )
 def test_a_step_begun_under_another_choice_of_attempts(keys, change, tmp_path, quiet_view):
@@ -249,7 +256,7 @@ def test_what_a_resume_changes_is_changed_where_machines_meet(tmp_path, quiet_vi
     """By `train`, too: engines and samplers of the run may be elsewhere."""
 
     def at(*overrides: str) -> RunConfig:
-        return small_config(tmp_path / "run", *overrides)
+        return small_config(tmp_path / "run", *ONE_STEP, *overrides)
 
     url = f"rollout.weights.url=file://{tmp_path / 'bucket'}"
     train(at(url, "trainer.steps=1"), view=quiet_view())

@@ -17,6 +17,8 @@ from agentevo.runs.processes.serve import serve
 QUICK = (
     "trainer.steps=1",
     "cold_start.episodes=0",
+    "trainer.groups_per_step=2",
+    "trainer.group_size=2",
     "evaluation.samples=0",
     "evaluation.tasks=1",
     "evaluation.every=0",
@@ -43,8 +45,7 @@ def train_twice(small_config, quiet_view, folder: Path, url: str) -> None:
     )
     assert counts(url)["steps"] == 1
     assert (
-        counts(url)["trajectories/train/dropped"] + counts(url)["trajectories/train/committed"]
-        == 12
+        counts(url)["trajectories/train/dropped"] + counts(url)["trajectories/train/committed"] == 4
     )
     assert [t.id for t in again.trajectories(split="train")] == [
         t.id for t in Run(first.config).trajectories(split="train")

@@ -22,8 +22,8 @@ from agentevo.runtime.device_names import visible
 
 SMALL = [
     "model.name=tiny", "rollout.staleness=1", "rollout.policy=mask", "trainer.steps=2",
-    "evaluation.tasks=4", "cold_start.episodes=0",
-    "trainer.groups_per_step=2", "trainer.group_size=4",
+    "evaluation.tasks=1", "cold_start.episodes=0", "model.tiny.hidden_size=32",
+    "trainer.groups_per_step=2", "trainer.group_size=2",
     "tracking.tensorboard=false", "tracking.report=false",
 ]  # fmt: skip
 

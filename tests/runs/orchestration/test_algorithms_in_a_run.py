@@ -19,6 +19,7 @@ from agentevo.runtime.event_loop import run_coroutine
 SHORT = [
     "algorithm.kl_coef=0",
     "trainer.steps=2",
+    "trainer.groups_per_step=2",
     "evaluation.every=0",
     "cold_start.episodes=20",
     "checkpoint.every=0",
@@ -60,7 +61,7 @@ CASES = {
         ["reward_parts/environment/mean", "reward_parts/format/mean"],
     ),
 }
-IN_CI = ("turn_ppo", "remax", "gdpo", "corrected", "prime", "shared", "reward_kl")
+IN_CI = ("turn_ppo", "remax", "gdpo", "corrected", "prime", "reward_kl")
 
 
 @pytest.mark.slow

@@ -19,7 +19,12 @@ from agentevo.runs.folder.run_folder import read_store
 from agentevo.runs.orchestration.players import make_environment
 from agentevo.training.trainer import Trainer
 
-PLAIN = ("cold_start.episodes=8", "evaluation.every=0", "algorithm.drop_zero_variance=false")
+PLAIN = (
+    "cold_start.episodes=8",
+    "evaluation.every=0",
+    "trainer.groups_per_step=2",
+    "algorithm.drop_zero_variance=false",
+)
 WEIGHED = ("algorithm.importance=token_tis", "algorithm.old_logprobs=recomputed")
 
 

@@ -77,7 +77,13 @@ def test_a_run_that_saves_in_the_background_is_the_same(
 ):
     """What is saved is the step's own weights, though the next step has changed them since; a full
     disk ends the run, which goes on when there is room."""
-    keys = ("trainer.steps=3", "checkpoint.every=1", "checkpoint.keep_last=9")
+    keys = (
+        "trainer.steps=3",
+        "cold_start.episodes=8",
+        "evaluation.every=0",
+        "checkpoint.every=1",
+        "checkpoint.keep_last=9",
+    )
     plain = train(small_config(tmp_path / "plain", *keys), view=quiet_view())
     config = small_config(tmp_path / "run", *keys, "checkpoint.background=true")
     write = Checkpoints._write

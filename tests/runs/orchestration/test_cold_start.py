@@ -131,9 +131,8 @@ def test_a_cold_start_learns_what_it_is_shown(small_config, quiet_view, tmp_path
     config = small_config(
         tmp_path / "run",
         "trainer.steps=0",
-        "cold_start.episodes=150",
+        "cold_start.episodes=80",
         "cold_start.epochs=3",
-        "evaluation.tasks=24",
         "agent.memory=turn",
     )
     done = train(config, view=quiet_view())
@@ -157,6 +156,7 @@ def test_a_model_that_can_already_speak_is_measured_before_its_cold_start_too(
     with_parts(small_config(tmp_path / "none"), tmp_path, save)
     tree = small_config(tmp_path / "run").model_dump(mode="json")
     tree["model"] = {"name": str(tmp_path / "model")}
+    tree["cold_start"]["episodes"] = 8
     config = build_config(tree, ["trainer.steps=2", "checkpoint.every=1"])
     whole = train(config, view=quiet_view())
     assert whole.summary["eval"]["cold_start_before"] is not None

@@ -46,7 +46,7 @@ def test_staleness_0_does_not_depend_on_how_long_tools_take(
 ):
     outcomes = []
     for seed in (1, 2):
-        config = small_config(tmp_path / f"{seed}", "trainer.steps=2", "checkpoint.every=2")
+        config = small_config(tmp_path / f"{seed}", "trainer.steps=2", "trainer.groups_per_step=2")
         with monkeypatch.context() as patch:
             play_slowly(seed, patch)
             train(config, view=quiet_view())
@@ -74,6 +74,7 @@ def test_wait_draws_the_same_tokens_whatever_comes_when(
             "cold_start.episodes=8",
             "evaluation.every=0",
             "trainer.steps=5",
+            "trainer.groups_per_step=2",
             "algorithm.drop_zero_variance=false",
             "rollout.policy=wait",
             *keys,

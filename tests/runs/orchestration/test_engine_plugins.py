@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from slow import soak
 
 from agentevo.api import train
 from agentevo.cli.listings import LISTS
@@ -27,7 +28,13 @@ from agentevo.types import Completion
 
 pytestmark = pytest.mark.slow
 
-SHORT = ("trainer.steps=2", "trainer.groups_per_step=2", "evaluation.every=0", "checkpoint.every=0")
+SHORT = (
+    "trainer.steps=2",
+    "trainer.groups_per_step=2",
+    "cold_start.episodes=8",
+    "evaluation.every=0",
+    "checkpoint.every=0",
+)
 
 
 class OneByOne:
@@ -166,7 +173,7 @@ def test_a_run_trains_with_an_engine_of_another_package(
     assert {name for name, _ in LISTS["engines"]()} == {"one_by_one", "sglang", "torch", "vllm"}
 
 
-@pytest.mark.parametrize("beside", [(), ("rollout.staleness=1", "rollout.sharing=overlap")])
+@pytest.mark.parametrize("beside", [(), *soak(("rollout.staleness=1", "rollout.sharing=overlap"))])
 def test_a_run_trains_with_a_transport_of_another_package(
     installed, tmp_path, small_config, quiet_view, embedded, beside
 ):

@@ -162,7 +162,7 @@ def test_a_policy_that_hacks_its_reward_is_seen_while_the_run_goes_on(tmp_path, 
         return Outcome(reward=step / 10 + 0.05 * luck, success=success and bool(reply.text))
 
     tree = TREE | {"agent": {"type": "function"}, "run": {"threads": 1, "dir": f"{tmp_path}/run"}}
-    words = ["trainer.steps=8", "sampling.max_new_tokens=200", "trainer.groups_per_step=8"]
+    words = ["trainer.steps=8", "sampling.max_new_tokens=200"]
     words += ["model.tiny.tokenizer=byte"]
     config = build_config(tree, words, needs_environment=False)
     tasks = [Task(id=f"q{n}", query=f"Task {n}?") for n in range(12)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slow import soak
 
 from agentevo.api.run import train
 from agentevo.cli.main import main
@@ -124,7 +125,7 @@ def test_a_full_store_is_told_of_at_once(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["metrics", "head", "summary"])
+@pytest.mark.parametrize("where", ["metrics", *soak("head", "summary")])
 def test_a_run_whose_disk_fills_up_is_resumed_without_a_loss(
     where: str,
     tmp_path: Path,

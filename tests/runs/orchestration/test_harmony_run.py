@@ -59,8 +59,8 @@ def test_a_model_of_harmony_is_taught_and_trained_with_tools(tmp_path):
         tasks=[{"id": str(n), "query": ASK["content"]} for n in range(4)],
         model={"name": str(learned.checkpoint)},
         sampling={"max_new_tokens": 120, "temperature": 0.7},
-        trainer={"steps": 2, "groups_per_step": 2, "group_size": 3, "learning_rate": 1e-4},
-        evaluation={"tasks": 2, "samples": 0},
+        trainer={"steps": 1, "groups_per_step": 2, "group_size": 2, "learning_rate": 1e-4},
+        evaluation={"tasks": 1, "samples": 0, "every": 0},
         tracking={"report": False, "tensorboard": False},
         run={"dir": str(tmp_path / "run"), "threads": 1},
     )

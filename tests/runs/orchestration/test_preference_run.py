@@ -121,6 +121,7 @@ def test_a_clean_stop_and_a_resume(
         f"algorithm.name={name}",
         *PREFERENCE,
         "trainer.steps=3",
+        "evaluation.every=0",
         *(["algorithm.reference_every=2"] if name == "spin" else []),
     )
     train(small_config(tmp_path / "whole", *settings), view=quiet_view())

@@ -24,6 +24,7 @@ from agentevo.runs.orchestration.profiling import Profiling
 from agentevo.runtime import devices
 
 SmallConfig = Callable[..., RunConfig]
+SHORT = ("trainer.steps=2", "cold_start.episodes=8", "algorithm.drop_zero_variance=false")
 CHATS = [
     {
         "messages": [
@@ -52,10 +53,12 @@ def _table(folder: Path) -> dict[str, list[str]]:
 @pytest.mark.slow
 def test_a_run_is_profiled(small_config: SmallConfig, tmp_path: Path):
     view, stream = _view()
-    plain = train(small_config(tmp_path / "plain"), view=_view()[0])
+    short = (*SHORT, "trainer.steps=4")
+    plain = train(small_config(tmp_path / "plain", *short), view=_view()[0])
     run = train(
         small_config(
             tmp_path / "run",
+            *short,
             "profile=true",
             "profile.after=1",
             "profile.steps=2",
@@ -109,7 +112,7 @@ def test_a_run_is_profiled(small_config: SmallConfig, tmp_path: Path):
 
 @pytest.mark.slow
 def test_every_step_says_how_much_of_the_device_it_used(small_config: SmallConfig, tmp_path: Path):
-    run = train(small_config(tmp_path / "run"), view=_view()[0])
+    run = train(small_config(tmp_path / "run", *SHORT), view=_view()[0])
     rows = [
         row for row in read_metrics(run.dir / "metrics.jsonl") if row.get("trainer/distinct_tokens")
     ]
@@ -147,7 +150,9 @@ def test_supervised_training_is_profiled(tmp_path: Path):
 @pytest.mark.slow
 def test_a_run_that_is_too_short_says_so(small_config: SmallConfig, tmp_path: Path):
     view, stream = _view()
-    run = train(small_config(tmp_path / "run", "profile=true", "profile.after=9"), view=view)
+    run = train(
+        small_config(tmp_path / "run", *SHORT, "profile=true", "profile.after=9"), view=view
+    )
     assert "no step was profiled" in stream.getvalue()
     assert any("profile.after=9" in text for text in run.summary["warnings"])
 
@@ -157,10 +162,12 @@ def test_a_run_that_ends_within_the_profile_writes_what_there_is(
     small_config: SmallConfig, tmp_path: Path
 ):
     run = train(
-        small_config(tmp_path / "run", "profile=true", "profile.after=3", "profile.steps=5"),
+        small_config(
+            tmp_path / "run", *SHORT, "profile=true", "profile.after=1", "profile.steps=5"
+        ),
         view=_view()[0],
     )
-    assert run.summary["profile"]["steps"] == [4]
+    assert run.summary["profile"]["steps"] == [2]
 
 
 @pytest.mark.parametrize("method", ["stop", *soak("start", "export_chrome_trace")])
@@ -177,8 +184,10 @@ def test_a_profiler_that_fails_is_told_and_the_run_goes_on(
 
     monkeypatch.setattr(torch.profiler.profile, method, fail)
     view, stream = _view()
-    run = train(small_config(tmp_path / "run", "profile=true", "profile.after=0"), view=view)
-    assert run.summary["steps"] == 4
+    run = train(
+        small_config(tmp_path / "run", *SHORT, "profile=true", "profile.after=0"), view=view
+    )
+    assert run.summary["steps"] == 2
     assert run.summary["profile"] == {}
     assert any("no room for the trace" in text for text in run.summary["warnings"])
     assert stream.getvalue().count("no room for the trace") == 1

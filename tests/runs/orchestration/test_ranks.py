@@ -26,7 +26,7 @@ SMALL = [
     "model.name=tiny",
     "model.tiny.hidden_size=48",
     "cold_start.episodes=0",
-    "evaluation.tasks=4",
+    "evaluation.tasks=1",
     "evaluation.samples=0",
     "tracking.tensorboard=false",
     "tracking.report=false",
@@ -123,8 +123,8 @@ def test_processes_with_fewer_passes_keep_pace(tmp_path, dtype):
 
 
 @pytest.mark.slow
-def test_conversations_and_preferences_are_trained_by_several(tmp_path):
-    """What is held out is measured by all; pairs are made by the first."""
+def test_conversations_are_trained_by_several(tmp_path):
+    """What is held out is measured by all."""
     given = ["data.demonstrations=6", "data.eval_share=0.3", "sft.batch_conversations=2"]
     norms = []
     for processes, words in ((1, []), (2, ["trainer.parallel.shard=2"])):
@@ -135,6 +135,10 @@ def test_conversations_and_preferences_are_trained_by_several(tmp_path):
 
     assert norms[1] == tuple(pytest.approx(column, rel=1e-3) for column in norms[0])
 
+
+@pytest.mark.soak
+def test_preferences_are_trained_by_several(tmp_path):
+    """Pairs are made by the first."""
     words = ["algorithm.name=dpo", "algorithm.pairs=demonstrations", "trainer.parallel.tensor=2"]
     code, said = launched(tmp_path / "dpo", 2, *words)
     assert code == 0, said
@@ -163,24 +167,26 @@ if what != "nothing" and os.environ.get("RANK") == "1":
 """
 
 
-DEATHS = {
-    "shard": ("kill prepare 1", "raise step 1", "kill step 2", "kill state_dict 1"),
-    "pipeline": ("raise backward 2", "kill backward 2"),
-}
-"""Of the last of two stages, while the first one waits for a gradient."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("key", DEATHS)
-def test_a_process_that_dies_ends_all_and_the_run_goes_on(key, single, tmp_path):
+@pytest.mark.parametrize(
+    ("key", "deaths"),
+    [
+        ("shard", ("raise step 1", "kill state_dict 1")),
+        ("pipeline", ("kill backward 2",)),
+        pytest.param("shard", ("kill prepare 1", "kill step 2"), marks=pytest.mark.soak),
+        pytest.param("pipeline", ("raise backward 2",), marks=pytest.mark.soak),
+    ],
+)
+def test_a_process_that_dies_ends_all_and_the_run_goes_on(key, deaths, single, tmp_path):
     """Killed while samples are prepared, in an update, while a checkpoint is saved; or one that
-    raises; each time the run is resumed."""
+    raises; each time the run is resumed. The last of two stages dies while the first one waits for
+    a gradient."""
     file = tmp_path / "dying.py"
     folder = tmp_path / "run"
     file.write_text(textwrap.dedent(DYING))
     words = [f"import=[{file}]", f"trainer.parallel.{key}=2", "trainer.steps=3"]
     words += ["trainer.micro_batch_tokens=64"] if key == "pipeline" else []
-    for death in DEATHS[key]:
+    for death in deaths:
         resumed = ["--resume"] if (folder / "config.yaml").is_file() else []
         started = time.monotonic()
         code, said = launched(folder, 2, *words, *resumed, DIES=death)
@@ -202,7 +208,7 @@ def test_a_process_that_dies_ends_all_and_the_run_goes_on(key, single, tmp_path)
     assert single.norms == rows(folder, "actor/grad_norm")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_fails_on_the_first_process_ends_all(tmp_path):
     """A gradient that is not finite ends the run with the trainer's own words."""
     code, said = launched(

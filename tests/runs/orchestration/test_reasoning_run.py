@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from chat_templates import QWEN3, QWEN3_THINKING, QWQ, R1, tokenizer_with
+from slow import soak
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentevo.api.run import sft, train
@@ -20,7 +21,7 @@ TEMPLATES = {"qwen3": QWEN3, "qwen3-thinking": QWEN3_THINKING, "qwq": QWQ, "r1":
 OPENING = ("qwen3-thinking", "qwq", "r1")
 
 
-@pytest.fixture(scope="module", params=list(TEMPLATES))
+@pytest.fixture(scope="module", params=["r1", *soak("qwen3", "qwen3-thinking", "qwq")])
 def model(request, tmp_path_factory) -> tuple[str, Path]:
     """A tiny model in a folder, with that template."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -72,9 +72,13 @@ def test_another_seed_is_another_run(whole, tmp_path, small_config, quiet_view, 
     "interruption",
     [
         {"step": 2},
-        {"phase": ("training", "step 3")},
         {"phase": ("evaluating", "before")},
-        *soak({"step": 1}, {"step": 3}, {"phase": ("evaluating", "step 2")}),
+        *soak(
+            {"step": 1},
+            {"step": 3},
+            {"phase": ("training", "step 3")},
+            {"phase": ("evaluating", "step 2")},
+        ),
     ],
     ids=str,
 )
@@ -124,7 +128,12 @@ def test_a_finished_run_can_be_made_longer(
 ):
     """Only what depends on the number of steps differs: the schedule (constant here) and the last
     step's evaluation."""
-    constant = ("trainer.schedule=constant", "evaluation.every=0")
+    constant = (
+        "trainer.schedule=constant",
+        "trainer.steps=3",
+        "evaluation.every=0",
+        "cold_start.episodes=8",
+    )
     train(small_config(tmp_path / "long", *constant), view=quiet_view())
     train(small_config(tmp_path / "grown", *constant, "trainer.steps=2"), view=quiet_view())
     train(small_config(tmp_path / "grown", *constant), resume=True, view=quiet_view())
@@ -144,7 +153,12 @@ def test_evaluations_do_not_change_what_is_learned(
     for every, samples in ((0, 0), (1, 2)):
         folder = tmp_path / f"every-{every}"
         train(
-            small_config(folder, f"evaluation.every={every}", f"evaluation.samples={samples}"),
+            small_config(
+                folder,
+                "trainer.steps=2",
+                f"evaluation.every={every}",
+                f"evaluation.samples={samples}",
+            ),
             view=quiet_view(),
         )
         found.append(outcome_of(folder))
@@ -206,7 +220,7 @@ def test_a_stop_during_the_cold_start_starts_again(
     assert_same(outcome_of(config.run_dir), whole)
 
 
-@pytest.mark.parametrize("torn", ["newest", "all"])
+@pytest.mark.parametrize("torn", ["newest", *soak("all")])
 def test_torn_checkpoints_cost_time_only(
     torn, whole, tmp_path, small_config, quiet_view, outcome_of, assert_same
 ):
@@ -294,7 +308,7 @@ def test_a_checkpoint_whose_step_was_not_committed_goes(
     assert_same(outcome_of(config.run_dir), whole)
 
 
-@pytest.mark.parametrize("name", ["checkpoint.json", "model.safetensors", "state.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", *soak("checkpoint.json", "state.json")])
 def test_a_checkpoint_that_can_not_be_read_now_is_kept(
     name, tmp_path, small_config, quiet_view, monkeypatch
 ):

@@ -24,7 +24,7 @@ def asked(thing):
     return [{"role": "user", "content": f"a {thing} please"}]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_policy_learns_what_comparisons_say_is_better(tmp_path):
     """It was shown polite and rude answers, as many of each; comparisons prefer the polite ones."""
     polite = {thing: f"here is the {thing}" for thing in THINGS}

@@ -25,7 +25,7 @@ from agentevo.observability import read_metrics
 from agentevo.runs.orchestration.players import corpus_of
 
 pytestmark = pytest.mark.slow
-IN_CI = ("lfm2", "qwen3_next", "gpt_oss")
+IN_CI = "qwen3_next"
 
 KILLED = """
 import os, signal, sys
@@ -114,18 +114,13 @@ def trained_steps(folder) -> list[dict]:
     return rows
 
 
-def check_audit(folder) -> None:
-    audited = run_python("-m", "agentevo", "audit", str(folder))
-    assert audited.returncode == 0, audited.stdout
-
-
 @pytest.fixture
 def check_killed(tmp_path, quiet_view, outcome_of, assert_same):
     """Runs a config whole, and killed in its second step and resumed: both are the same."""
 
     def check(make) -> list[dict]:
         whole = make(tmp_path / "whole", *ONE_BY_ONE)
-        train(whole, view=quiet_view())
+        assert train(whole, view=quiet_view()).audit().ok
 
         config = make(tmp_path / "run", *ONE_BY_ONE)
         recipe = tmp_path / "run.yaml"
@@ -133,22 +128,19 @@ def check_killed(tmp_path, quiet_view, outcome_of, assert_same):
         ended = run_python("-c", KILLED, str(recipe))
         assert ended.returncode == -signal.SIGKILL, ended.stderr
 
-        train(config, resume=True, view=quiet_view())
+        assert train(config, resume=True, view=quiet_view()).audit().ok
         assert_same(outcome_of(config.run_dir), outcome_of(whole.run_dir))
-        check_audit(config.run_dir)
-        check_audit(whole.run_dir)
         return trained_steps(whole.run_dir)
 
     return check
 
 
-@pytest.mark.parametrize(
-    "name", [*IN_CI, *soak(*(name for name in ARCHITECTURES if name not in IN_CI))]
-)
+@pytest.mark.parametrize("name", [IN_CI, *soak(*(name for name in ARCHITECTURES if name != IN_CI))])
 def test_two_steps(name, coins_model, tool_tasks, tmp_path, quiet_view):
     """Of coins, and one of a tool agent whose untrained policy makes no call."""
     model = coins_model(name)
-    config = make_config(COINS, model, tmp_path / "coins", "trainer.steps=2")
+    few = ["trainer.steps=2", "trainer.groups_per_step=3", "cold_start.episodes=16"]
+    config = make_config(COINS, model, tmp_path / "coins", *few)
     assert train(config, view=quiet_view()).audit().ok
     trained_steps(config.run_dir)
 
@@ -214,6 +206,7 @@ def lake_config(byte_model):
         # What begins with a byte beyond ASCII: half of what a fresh policy says.
         rewards = [{"name": "format", "pattern": r"(?s)[^\x00-\x7f].*"}]
         sections = {"cold_start": {"episodes": 0}, "rewards": rewards}
+        sections["evaluation"] = {"tasks": 1, "samples": 0}
         sections["trainer"] = SMALL["trainer"] | {"steps": 2, "groups_per_step": 2}
         keys = ["evaluation.every=0", "checkpoint.every=1"]
         return make_config(SMALL, byte_model(name), folder, *keys, *overrides, **sections)
@@ -230,8 +223,8 @@ def test_killed_and_resumed_bit_for_bit(name, lake_config, check_killed):
     "overrides",
     [
         ("algorithm.name=ppo", "critic.trunk=own", "model.lora.rank=2"),
-        ("memory.checkpointing=full", "algorithm.kl_coef=0.01"),
         *soak(
+            ("memory.checkpointing=full", "algorithm.kl_coef=0.01"),
             ("algorithm.name=ppo", "critic.trunk=shared"),
             ("algorithm.name=dpo", "algorithm.pairs=best_worst"),
         ),

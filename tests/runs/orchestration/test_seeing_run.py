@@ -32,7 +32,7 @@ LAKE = {
     "rewards": [{"name": "format", "pattern": r"(?s)[a-zA-Z ].*"}],
     "sampling": {"max_new_tokens": 4},
     "trainer": {"steps": 2, "groups_per_step": 2, "group_size": 4, "learning_rate": 3e-3},
-    "evaluation": {"tasks": 4, "samples": 0, "every": 0},
+    "evaluation": {"tasks": 2, "samples": 0, "every": 0},
     "checkpoint": {"every": 1},
     "tracking": {"tensorboard": False, "report": False},
     "run": {"seed": 5, "threads": 1},
@@ -69,6 +69,7 @@ def test_the_recipe_of_pictures_shows_no_map_in_words(tmp_path, quiet_view):
     picture."""
     overrides = [
         "cold_start.epochs=1",
+        "cold_start.episodes=8",
         "trainer.steps=2",
         "trainer.groups_per_step=2",
         "evaluation.tasks=2",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from slow import soak
 
 import agentevo
 from agentevo.errors import StoreError
@@ -133,7 +134,7 @@ def test_attempts_at_one_question_are_compared_and_those_at_others_are_not(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["before the proposals", "after them"])
+@pytest.mark.parametrize("moment", ["after them", *soak("before the proposals")])
 def test_a_run_that_is_broken_off_within_a_step_goes_on_bit_for_bit(tmp_path, monkeypatch, moment):
     whole = play(tmp_path, "whole")
     write = Sampler.write
@@ -181,7 +182,9 @@ def test_no_held_out_question_is_trained_on(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("proposer", [{"train": False}, {"weights_of": "solver", "lag": 1}, {}])
+@pytest.mark.parametrize(
+    "proposer", [{"train": False}, {}, *soak({"weights_of": "solver", "lag": 1})]
+)
 def test_a_proposer_may_stay_as_it_is_or_have_weights_of_its_own(tmp_path, proposer):
     run = play(tmp_path, agents={"solver": {}, "proposer": proposer})
     stored = run.trajectories(split="train")

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from slow import soak
 
 from agentevo.api.run import train
 from agentevo.observability import FindingMonitor, RunWarning
@@ -24,7 +25,9 @@ def warned_at_every_step(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "lost", [("step-000003",), ("step-000003", "step-000002")], ids=["one", "all"]
+    "lost",
+    [("step-000003",), *soak(("step-000003", "step-000002"))],
+    ids=["one", "all"],
 )
 def test_a_step_records_its_own_warnings_and_a_resume_puts_them_together(
     lost, warned_at_every_step, tmp_path, small_config, quiet_view

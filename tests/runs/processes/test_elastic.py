@@ -17,9 +17,11 @@ from agentevo.cli.main import main
 pytestmark = pytest.mark.slow
 STEPS = 30
 RECIPE = [
-    "coins", "model.name=tiny", "rollout.staleness=2", "rollout.policy=mask",
-    f"trainer.steps={STEPS}", "evaluation.tasks=4", "evaluation.every=0", "cold_start.episodes=0",
-    "trainer.groups_per_step=4", "rollout.lease_s=5", "engine.timeout_s=20",
+    "coins", "model.name=tiny", "model.tiny.hidden_size=32",
+    "rollout.staleness=2", "rollout.policy=mask",
+    f"trainer.steps={STEPS}", "evaluation.tasks=1", "evaluation.every=0", "cold_start.episodes=0",
+    "trainer.groups_per_step=2", "trainer.group_size=2",
+    "rollout.lease_s=5", "engine.timeout_s=20",
     "rollout.engine_secret=${env:ENGINE_SECRET}",
     "tracking.tensorboard=false", "tracking.report=false",
 ]  # fmt: skip

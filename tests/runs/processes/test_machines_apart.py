@@ -12,8 +12,8 @@ from served_run import wait_for
 
 RECIPE = [
     "coins", "model.name=tiny", "rollout.staleness=1", "rollout.policy=mask", "trainer.steps=2",
-    "evaluation.tasks=4", "evaluation.every=0", "cold_start.episodes=0",
-    "trainer.groups_per_step=2", "trainer.group_size=4",
+    "evaluation.tasks=1", "evaluation.every=0", "cold_start.episodes=0",
+    "trainer.groups_per_step=2", "trainer.group_size=2", "model.tiny.hidden_size=32",
     "tracking.tensorboard=false", "tracking.report=false",
     "rollout.engine_secret=${env:ENGINE_SECRET}",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ import pytest
 import torch
 from engine_process import EngineProcesses
 from served_run import PROMPT, Run, names, until, wait_for
+from slow import soak
 
 from agentevo.cli.main import main
 from agentevo.config import EngineSection
@@ -76,7 +77,9 @@ def test_it_waits_for_the_first_weights_and_ends_cleanly(small_config, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], ids=lambda number: number.name
+    "number",
+    [signal.SIGKILL, signal.SIGSTOP, *soak(signal.SIGTERM)],
+    ids=lambda number: number.name,
 )
 def test_an_engine_that_ends_in_the_middle_costs_time_only(number, run, engines):
     """Killed, hanging, or told to stop: its requests are answered by another one, with the tokens

@@ -28,7 +28,8 @@ RECIPE = """
 environment: {type: coins}
 model: {name: tiny, tiny: {hidden_size: 32, num_layers: 1, num_heads: 2}}
 trainer: {steps: 1, group_size: 2, groups_per_step: 2}
-evaluation: {tasks: 2, every: 0}
+evaluation: {tasks: 2, samples: 0, every: 0}
+cold_start: {episodes: 0}
 sampling: {max_new_tokens: 3}
 tracking: {report: false, tensorboard: false}
 sweep:

@@ -250,7 +250,7 @@ def grpo_advantages(trajectories) -> dict[str, float]:
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize("policy", ["mask", "correct"])
-@pytest.mark.parametrize(("seed", "bound"), [(4, 0), (5, 1), (6, 2), (7, 3)])
+@pytest.mark.parametrize(("seed", "bound"), [(4, 0), (6, 2)])
 def test_the_gradient_is_that_of_the_remaining_tokens(
     seed, bound, policy, aggregation, random_model, gradient
 ):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from slow import soak
 from torch.nn.attention.flex_attention import flex_attention
 
 from agentevo.models.compute.windows import Chunk
@@ -75,7 +76,12 @@ def test_blocks_hold_exactly_what_is_seen(monkeypatch, window):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("window", "softcap"), [(None, None), (60, None), (None, 2.0), (Chunk(60), None)]
+    ("window", "softcap"),
+    [
+        (60, 2.0),
+        pytest.param(None, None, marks=pytest.mark.soak),
+        pytest.param(Chunk(60), None, marks=pytest.mark.soak),
+    ],
 )
 def test_attention_is_that_of_the_plan_for_cpus(window, softcap):
     tree = build_tree(GROUP)
@@ -91,7 +97,7 @@ def test_attention_is_that_of_the_plan_for_cpus(window, softcap):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 60, Chunk(60)])
+@pytest.mark.parametrize("window", [Chunk(60), *soak(None, 60)])
 def test_sinks_are_those_of_the_plan_for_cpus(window):
     """In texts that would otherwise take flash attention, too."""
     for sequences in (GROUP, [[5] * 2048]):

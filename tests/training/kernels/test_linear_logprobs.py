@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from slow import soak
 
 from agentevo.training.kernels import cells
 from agentevo.training.kernels import linear_logprobs as module
@@ -125,7 +126,7 @@ def test_any_shape_and_tail(shape, temperature, softcap, logit_scale, with_bias,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("entropy", [True, *soak(False)])
 def test_one_compiled_kernel_per_cell(entropy):
     problem = Problem(3, 23, 170, 40)
     with one_kernel_per_cell(compiled=True):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from slow import slow, soak
+from slow import soak
 
 from agentevo.models.compute.windows import Chunk
 from agentevo.training.kernels import attention_kernels, tree_attention
@@ -63,17 +63,17 @@ def random_heads(tree, dim=8, dtype=torch.float32):
     ]
 
 
-@pytest.mark.parametrize("block", [5, *slow(128), *soak(1)])
+@pytest.mark.parametrize("block", [5, *soak(128, 1)])
 @pytest.mark.parametrize(
     ("window", "softcap"),
     [
-        (None, None),
-        (3, None),
         (17, None),
         (None, 1.5),
         (4, 2.0),
         (Chunk(3), None),
-        (Chunk(17), 2.0),
+        pytest.param(None, None, marks=pytest.mark.soak),
+        pytest.param(3, None, marks=pytest.mark.soak),
+        pytest.param(Chunk(17), 2.0, marks=pytest.mark.soak),
     ],
 )
 def test_each_node_sees_what_its_sequence_sees(monkeypatch, window, softcap, block):
@@ -100,8 +100,8 @@ def test_each_node_sees_what_its_sequence_sees(monkeypatch, window, softcap, blo
     any_tree()
 
 
-@pytest.mark.parametrize("block", [5, *slow(128)])
-@pytest.mark.parametrize("window", [None, 4, Chunk(9)])
+@pytest.mark.parametrize("block", [5, *soak(128)])
+@pytest.mark.parametrize("window", [4, *soak(None, Chunk(9))])
 def test_a_sink_is_a_key_without_a_value(monkeypatch, window, block):
     """With the gradient of its score; a large sink leaves little for the keys."""
     monkeypatch.setattr(tree_attention, "BLOCK", block)

@@ -91,6 +91,17 @@ def grammar_of(
     return "\n".join([f"start: {thought}({' | '.join(ways)})", *rules])
 
 
+def problem_of_required_calls(chat: ChatFormat) -> str | None:
+    """Why no answer of this model can be constrained to calls of tools, with a remedy. None if it
+    can."""
+    name = chat.parser.name
+    if name == HARMONY or chat.call_notation is None:
+        return f"the notation of its tool calls ({name}) can't be prescribed: leave the key out"
+    if find_spec("llguidance") is None:
+        return "the package llguidance is missing: pip install 'agentevo[constrained]'"
+    return None
+
+
 def _can_enforce(form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str, Any]]) -> bool:
     """Whether there are strict tools and their schemas can be enforced."""
     if not any(map(is_strict, tools)):

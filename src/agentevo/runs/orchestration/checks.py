@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Literal
 
 from agentevo.config import ModelSection, RunConfig
-from agentevo.config.agents import AgentSection, CodeAgentSection
+from agentevo.config.agents import AgentSection, CodeAgentSection, ToolAgentSection
 from agentevo.config.algorithm_functions import check_names
 from agentevo.config.parallel import follows, world_size
 from agentevo.errors import ConfigError, TrainingError, UnusableCheckpointError
 from agentevo.inference.engines import check_engine, check_model
 from agentevo.inference.serving.secret import RunSecret
 from agentevo.inference.weights.transports import check_transport
+from agentevo.models.chat.answer_form import problem_of_required_calls
 from agentevo.models.chat.chat_format import chat_of
 from agentevo.models.compute.adapters import check_lora
 from agentevo.models.files.load import LoadedModel, check_overrides, load_hollow
@@ -307,11 +308,17 @@ def check_unloaded(config: RunConfig) -> LoadedModel | None:
 
 def _check_template(config: RunConfig, loaded: LoadedModel) -> None:
     """Raises ModelError for a chat template in which no episode can continue, and ConfigError if
-    the agent has a system message that the template does not accept."""
+    the agent has a system message that the template does not accept, or requires calls in a
+    notation that sampling can't be constrained to."""
     chat = chat_of(loaded)
     remedy = _system_remedy(config.agent)
     if remedy and chat.system_problem is not None:
         raise ConfigError(f"model {loaded.name!r}: {chat.system_problem}: {remedy}")
+
+    if isinstance(config.agent, ToolAgentSection) and config.agent.required_calls:
+        problem = problem_of_required_calls(chat)
+        if problem is not None:
+            raise ConfigError(f"agent.required_calls: model {loaded.name!r}: {problem}")
 
 
 def _system_remedy(agent: AgentSection) -> str:
