@@ -148,12 +148,12 @@ def _describe_call(
 def activity_of(description: str) -> str:
     """The first sentence of a description as an activity: "Lists free rooms, the cheapest first."
     becomes "listing free rooms, the cheapest first"."""
-    first = _FIRST_SENTENCE.match(" ".join(description.split()))
-    words = first[1].rstrip(" .:;").split(" ") if first is not None else []
+    sentence = _FIRST_SENTENCE.match(" ".join(description.split()))
+    words = sentence[1].rstrip(" .:;").split(" ") if sentence is not None else []
     if not words or not words[0]:
         return "doing what there is to do"
-    first = gerund(words[0].lower()) if _starts_with_verb(words) else words[0]
-    return " ".join([first, *words[1:]])
+    start = gerund(words[0].lower()) if _starts_with_verb(words) else words[0]
+    return " ".join([start, *words[1:]])
 
 
 def _starts_with_verb(words: Sequence[str]) -> bool:
@@ -223,15 +223,13 @@ def gives_away(text: str, scenario: Scenario) -> bool:
     if scenario.answer is not None and _contains(scenario.answer, text):
         return True
 
-    hidden_values: list[str] = []
     stated_values = {
         shown(value) for step in scenario.steps for value in step.required_values.values()
     }
     found_values = [shown(step.arguments[name]) for step in scenario.steps for name in step.found]
     if stated_values.intersection(found_values):
         return True
-    hidden_values += [value for value in found_values if len(value) > 2]
-    return any(value not in stated_values and _contains(value, text) for value in hidden_values)
+    return any(len(value) > 2 and _contains(value, text) for value in found_values)
 
 
 def _contains(value: str, text: str) -> bool:
