@@ -37,6 +37,9 @@ MIN_RESULTS = 3
 MAX_SAME_SHARE = 0.5
 """The largest share of a tool's calls with the same answer. Beyond it, an answer can be guessed."""
 EMPTY_ANSWERS = frozenset(["done", "ok", "okay", "success", "true", "false", "none", "null", "yes"])
+_ERROR = re.compile(r"(?:[^\s:]+: )?(?:[a-z]+ )?error\b\s*[:-]", re.IGNORECASE)
+"""The start of an answer that is the message of an error, also of an error with one of several
+paths: "/a.txt: Error - no such file"."""
 _VALUE = "\0"
 """Stands for a value of the call in an answer."""
 
@@ -105,20 +108,26 @@ async def ground_scenario(
 
 def _check_answer(survey: Survey, step: ScenarioStep, answer: str, place: str) -> None:
     """Raises UngroundedError for an answer that can be had without the call: the tool gives it, or
-    one that only repeats the call's arguments, for most arguments. Also for an answer that holds
-    only today."""
+    one that only repeats the call's arguments, for most arguments. Also for the message of an
+    error, and for an answer that holds only today."""
     if answer.lower().strip(" .!") in EMPTY_ANSWERS:
         raise UngroundedError("its answer says nothing")
     if any(day in answer for day in _days()):
         raise UngroundedError("its answer holds only today")
+    if _ERROR.match(answer):
+        raise UngroundedError("its answer is the message of an error")
     if len(answer) == 1:
         raise UngroundedError("its answer is too short to be no guess")
+
+    pattern = _pattern(answer, step.arguments) or ""
+    if not any(map(str.isalnum, pattern)):
+        raise UngroundedError("its answer repeats the call")
 
     results = survey.results.get(step.tool, {})
     patterns = [
         _pattern(_value_at(result.text, place), result.arguments) for result in results.values()
     ]
-    same = patterns.count(_pattern(answer, step.arguments))
+    same = patterns.count(pattern)
     if step.arguments and len(patterns) < MIN_RESULTS:
         raise UngroundedError(
             "too few results of its tool are known to tell its answer from others"

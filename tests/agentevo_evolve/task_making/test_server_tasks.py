@@ -20,6 +20,7 @@ from agentevo_evolve.task_making import server_tasks
 from agentevo_evolve.task_making.calls import ToolWorld, call_tool
 from agentevo_evolve.task_making.demonstrations import demonstration
 from agentevo_evolve.task_making.exploration import explore_server
+from agentevo_evolve.task_making.grounding import UngroundedError, _check_answer
 from agentevo_evolve.task_making.readers import reader_calls
 from agentevo_evolve.task_making.scenario import Scenario, ScenarioStep, is_held_out
 from agentevo_evolve.task_making.server_tasks import WantedTasks, make_tasks
@@ -472,3 +473,18 @@ def test_hints_of_a_server_survive_and_broken_ones_do_not():
     message = SimpleNamespace(result={"tools": [listed, {"name": "u", "annotations": 3}]})
     first, second = mcp_messages._usable(message).result["tools"]
     assert first["annotations"] == {"readOnlyHint": True} and second["annotations"] == {}
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ("/a.txt: Error - no such file", "message of an error"),
+        ("Tool error: no such file", "message of an error"),
+        ("/a.txt:", "repeats the call"),
+    ],
+)
+def test_an_error_or_an_echo_is_no_answer(answer, problem):
+    known = Survey(schemas={}, descriptions={}, specs=[], values=Values())
+    step = ScenarioStep(tool="read", arguments={"paths": ["/a.txt"]}, result=answer)
+    with pytest.raises(UngroundedError, match=problem):
+        _check_answer(known, step, answer, "")
