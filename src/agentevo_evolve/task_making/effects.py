@@ -148,6 +148,7 @@ async def _effect(
     before = await call_all(tools, calls)
     result = await call_tool(tools, name, arguments)
     surveyed.learn(result)
+    surveyed.leave_out_if_slow(result)
     if result.is_error:
         surveyed.unresponsive.setdefault(name, " ".join(result.text.split())[:200])
         return "refused"

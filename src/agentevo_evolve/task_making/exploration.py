@@ -100,6 +100,7 @@ async def try_tool(tools: AttemptTools, surveyed: Survey, name: str, draw: rando
     arguments = surveyed.draw_arguments(name, draw)
     result = await call_tool(tools, name, arguments)
     surveyed.learn(result)
+    surveyed.leave_out_if_slow(result)
     if result.is_error:
         words = ", ".join(f"{parameter}={value!r}" for parameter, value in arguments.items())
         surveyed.unresponsive[name] = f"{words[:200]} -> {' '.join(result.text.split())[:200]}"

@@ -167,6 +167,10 @@ async def make_tasks(
             )
         for name, why in surveyed.left_out.items():
             on_note(f"no task needs {name}: {why}")
+        if not surveyed.usable:
+            raise AgentEvoError(
+                "no tool of the server is left that tasks may need; the notes say why for each"
+            )
         if request.worlds == 1 and not set(surveyed.usable) & surveyed.changing:
             world.keep_sessions()
         return await _Maker(world, surveyed, request, taken, harder_than, progress).make()

@@ -79,9 +79,6 @@ class Survey(msgspec.Struct, kw_only=True):
     def learn(self, got: CallResult) -> None:
         """Learns values of tools' parameters from a result or a refusal. Accepted texts also become
         values of the parameters with their names; numbers don't, so that they stay different."""
-        if got.wall_s > MAX_CALL_S:
-            self.left_out.setdefault(got.tool, f"a call takes more than {MAX_CALL_S:g} s")
-
         for schema in self.schemas.values():
             self.values.learn(schema, got.text)
         if got.is_error or got.tool in self.databases:
@@ -97,6 +94,12 @@ class Survey(msgspec.Struct, kw_only=True):
                 self.values.add(name, [value])
             if is_path(name) and isinstance(value, str):
                 self.values.learn_listed_files(value, got.text)
+
+    def leave_out_if_slow(self, got: CallResult) -> None:
+        """Leaves the tool out if the call took longer than MAX_CALL_S. For calls that run alone:
+        concurrent ones are slow on a busy machine."""
+        if got.wall_s > MAX_CALL_S:
+            self.left_out.setdefault(got.tool, f"a call takes more than {MAX_CALL_S:g} s")
 
     def draw_arguments(
         self, name: str, draw: random.Random, fixed: Mapping[str, Any] | None = None

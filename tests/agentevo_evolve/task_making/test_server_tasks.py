@@ -17,7 +17,7 @@ from agentevo.config.tools import FunctionToolSection
 from agentevo.errors import AgentEvoError, ConfigError, ToolUnavailableError
 from agentevo.types import Task
 from agentevo_evolve.task_making import server_tasks
-from agentevo_evolve.task_making.calls import ToolWorld, call_tool
+from agentevo_evolve.task_making.calls import CallResult, ToolWorld, call_tool
 from agentevo_evolve.task_making.demonstrations import demonstration
 from agentevo_evolve.task_making.exploration import explore_server
 from agentevo_evolve.task_making.grounding import UngroundedError, _check_answer
@@ -488,3 +488,19 @@ def test_an_error_or_an_echo_is_no_answer(answer, problem):
     step = ScenarioStep(tool="read", arguments={"paths": ["/a.txt"]}, result=answer)
     with pytest.raises(UngroundedError, match=problem):
         _check_answer(known, step, answer, "")
+
+
+def test_a_slow_call_leaves_a_tool_out_only_in_the_survey():
+    slow = CallResult(tool="read", arguments={}, text="a", wall_s=9.0)
+    known = Survey(schemas={"read": {}}, descriptions={}, specs=[], values=Values())
+    known.answered["read"] = slow
+    known.learn(slow)
+    assert known.usable == ["read"]
+    known.leave_out_if_slow(slow)
+    assert not known.usable
+
+
+def test_a_server_without_a_usable_tool_is_an_error_in_words(monkeypatch):
+    monkeypatch.setattr(Survey, "usable", [])
+    with pytest.raises(AgentEvoError, match="no tool of the server is left"):
+        made_for("notes", WantedTasks(train=1, held_out=1))
