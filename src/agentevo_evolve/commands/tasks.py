@@ -402,6 +402,8 @@ def _write(
     for line in _lines(account):
         print(line)
 
+    if wanted_tasks.held_out and made_tasks.shortage:
+        print_note(made_tasks.shortage)
     missing = (
         wanted_tasks.train
         + wanted_tasks.held_out

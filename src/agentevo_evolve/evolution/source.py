@@ -19,7 +19,7 @@ from agentevo.config.mcp import MCPServerSection
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.config.tools import FunctionToolSection
 from agentevo.data.rows import read_rows
-from agentevo.errors import ConfigError
+from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.inference.remote_models.model import RemoteModel, key_of_model
 from agentevo.rollout.task_files import write_rows
 from agentevo.runtime.event_loop import run_coroutine
@@ -108,6 +108,8 @@ class ServerSource(TaskOrigin):
             work = make_tasks(self._tools, request, on_note=note, progress=so_far.to)
             tasks_made = run_coroutine(work)
 
+        if tasks_made.shortage:
+            raise AgentEvoError(tasks_made.shortage)
         writer = None if self._writer is None else RemoteModel("writer", self._writer)
         account, shown = finish_tasks(
             tasks_made,

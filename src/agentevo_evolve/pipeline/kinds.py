@@ -60,6 +60,8 @@ class StageResult:
     """The number of tokens that the stage generated and trained on, for the budget."""
     cost: float = 0.0
     """The stage's cost of remote models."""
+    remark: str = ""
+    """Why the stage could not teach anything, for the table of stages. Empty if it could."""
 
 
 class StageKind:

@@ -511,7 +511,7 @@ class PipelineProgress:
         state.tokens = products.tokens
         state.cost = products.cost
         state.status = "finished"
-        state.why = ""
+        state.why = products.remark
         state.ended_at = time.time()
         self._settle(instance)
 

@@ -189,7 +189,7 @@ def markdown(rows: Sequence[StageRow], standings: Sequence[PipelineProgress]) ->
     header = ["stage", "kind", "held-out success", "gain, points", "gain from start", "time"]
     lines = [header, ["---"] * len(header)]
     for row in rows:
-        state = "" if row.status == "finished" else f" ({row.status})"
+        state = f" ({row.status})" if row.status != "finished" else row.why and f" ({row.why})"
         lines.append(
             [
                 f"{row.id}{state}",

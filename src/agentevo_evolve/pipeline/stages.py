@@ -8,15 +8,19 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from agentevo.agents.tools.toolbox import METRICS
 from agentevo.config import RunConfig, Section, check_sft
 from agentevo.config.sft import check_rm
 from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.observability.metrics import read_metrics
 from agentevo.observability.summary import is_complete, read_summary
 from agentevo.runs.folder.run_folder import is_run_folder
 from agentevo.runtime.parsing import read_json_object
 from agentevo.types import LARGEST_TEMPERATURE, LOWEST_TEMPERATURE
 from agentevo_evolve.pipeline.kinds import AGENTEVO, Job, StageKind, StageResult, TrainsOn
 
+CALLS = tuple(f"agent/{name}" for name in METRICS)
+"""The metrics of a step that count its attempts' calls of tools, also those without an answer."""
 SUMMARY = "summary.json"
 """The result of an evaluation or of a scoring."""
 
@@ -391,7 +395,22 @@ class RunStage(StageKind):
             {**numbers, "steps": float(summary["steps"])},
             sum(summary.get("tokens", {}).values()),
             sum(float(totals["cost"]) for totals in model_totals),
+            self._remark(job.folder, summary),
         )
+
+    def _remark(self, folder: Path, summary: Mapping[str, Any]) -> str:
+        """Why the run could not teach anything: it trained on no token, or no attempt at a training
+        task made a call of a tool. Empty if it could. Raises ConfigError for damaged metrics."""
+        try:
+            rows = read_metrics(folder / "metrics.jsonl")
+        except AgentEvoError as error:
+            raise ConfigError(str(error)) from error
+
+        calls = [row[name] for row in rows for name in CALLS if row.get(name) is not None]
+        num_trained = (summary.get("tokens") or {}).get("trained")
+        remarks = ["trained on no token"] if self.measured and num_trained == 0 else []
+        remarks += ["no call was made"] if calls and not any(calls) else []
+        return ", ".join(remarks)
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:

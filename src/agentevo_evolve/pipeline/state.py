@@ -63,7 +63,8 @@ class StageState(msgspec.Struct, kw_only=True):
     kind: str
     status: Status = "waiting"
     why: str = ""
-    """The reason, for a stage that was skipped, failed, or run again."""
+    """The reason, for a stage that was skipped, failed, or run again, or that finished and could
+    not teach anything."""
     digest: str = ""
     """The digest of `setting`."""
     setting: dict[str, str] = {}

@@ -72,7 +72,7 @@ def finish_tasks(
     draw = random.Random(f"demonstrations-{seed}")
     shown = [
         demonstration(draw.choice(tasks.train), tasks.survey.specs, system)
-        for _ in range(num_shown)
+        for _ in range(num_shown if tasks.train else 0)
     ]
     return account, shown
 

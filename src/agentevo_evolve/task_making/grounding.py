@@ -9,10 +9,11 @@ again.
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from datetime import date, timedelta
 from typing import Any
 
 import msgspec
@@ -21,18 +22,26 @@ from agentevo.agents.tools.state_checks import StateCheck
 from agentevo.agents.tools.toolbox import AttemptTools
 from agentevo_evolve.task_making.calls import ToolWorld, call_all, call_tool
 from agentevo_evolve.task_making.databases import answer_of
-from agentevo_evolve.task_making.questions import DatabaseQuestion
+from agentevo_evolve.task_making.readers import reader_calls
 from agentevo_evolve.task_making.scenario import Scenario, ScenarioStep
 from agentevo_evolve.task_making.survey import Survey
 from agentevo_evolve.task_making.values import properties
 from agentevo_evolve.task_making.walks import first_value
+from agentevo_evolve.task_making.wording import shown
 
 MAX_QUESTIONS = 16
 MAX_CHECKS = 8
-MAX_COMBINATIONS = 256
-MAX_GUESSES = 4
-"""The number of questions of a tool whose arguments are not from the walk."""
 MAX_ANSWER_CHARS = 120
+MIN_RESULTS = 3
+"""The number of a tool's different calls that show which answer is always the same."""
+MAX_SAME_SHARE = 0.5
+"""The largest share of a tool's calls with the same answer. Beyond it, an answer can be guessed."""
+EMPTY_ANSWERS = frozenset(["done", "ok", "okay", "success", "true", "false", "none", "null", "yes"])
+_ERROR = re.compile(r"(?:[^\s:]+: )?(?:[a-z]+ )?error\b\s*[:-]", re.IGNORECASE)
+"""The start of an answer that is the message of an error, also of an error with one of several
+paths: "/a.txt: Error - no such file"."""
+_VALUE = "\0"
+"""Stands for a value of the call in an answer."""
 
 
 class UngroundedError(Exception):
@@ -57,7 +66,7 @@ async def ground_scenario(
     questions = _questions(survey, steps, draw) if has_state else []
     async with world.open(number) as tools:
         before = await call_all(tools, questions)
-        grounded = await _run_steps(tools, survey, steps)
+        grounded = await _run_steps(tools, survey, steps, questions)
         after = await call_all(tools, questions)
         value = None if has_state else await _value(tools, survey, grounded[-1])
 
@@ -73,7 +82,7 @@ async def ground_scenario(
         return Scenario(steps=grounded, world=number, answer=value)
 
     if not has_state:
-        answer, place = _answer(grounded[-1].result, draw)
+        answer, place = _answer(survey, grounded[-1], draw)
         return Scenario(steps=grounded, world=number, answer=answer, place=place)
 
     if any(reply.is_lost for reply in (*before, *after)):
@@ -89,15 +98,70 @@ async def ground_scenario(
         StateCheck(tool=reply.tool, arguments=reply.arguments, result=reply.text)
         for reply in [*changed, *same][:MAX_CHECKS]
     ]
-    return Scenario(steps=grounded, world=number, checks=checks)
+    return Scenario(
+        steps=grounded,
+        world=number,
+        checks=checks,
+        num_changed=min(len(changed), MAX_CHECKS),
+    )
+
+
+def _check_answer(survey: Survey, step: ScenarioStep, answer: str, place: str) -> None:
+    """Raises UngroundedError for an answer that can be had without the call: the tool gives it, or
+    one that only repeats the call's arguments, for most arguments. Also for the message of an
+    error, and for an answer that holds only today."""
+    if answer.lower().strip(" .!") in EMPTY_ANSWERS:
+        raise UngroundedError("its answer says nothing")
+    if any(day in answer for day in _days()):
+        raise UngroundedError("its answer holds only today")
+    if _ERROR.match(answer):
+        raise UngroundedError("its answer is the message of an error")
+    if len(answer) == 1:
+        raise UngroundedError("its answer is too short to be no guess")
+
+    pattern = _pattern(answer, step.arguments) or ""
+    if not any(map(str.isalnum, pattern)):
+        raise UngroundedError("its answer repeats the call")
+
+    results = survey.results.get(step.tool, {})
+    patterns = [
+        _pattern(_value_at(result.text, place), result.arguments) for result in results.values()
+    ]
+    same = patterns.count(pattern)
+    if step.arguments and len(patterns) < MIN_RESULTS:
+        raise UngroundedError(
+            "too few results of its tool are known to tell its answer from others"
+        )
+    if step.arguments and same > MAX_SAME_SHARE * len(patterns):
+        raise UngroundedError("its answer is the same, or repeats the call, for most arguments")
+
+
+def _pattern(answer: str | None, arguments: Mapping[str, Any]) -> str | None:
+    """The answer, with a mark in place of each value of the call."""
+    if answer is None:
+        return None
+
+    items = [
+        item
+        for value in arguments.values()
+        for item in (value if isinstance(value, list) else [value])
+    ]
+    values = sorted(map(shown, items), key=len, reverse=True)
+    for value in filter(None, values):
+        answer = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", _VALUE, answer)
+    return answer
 
 
 async def _run_steps(
-    tools: AttemptTools, survey: Survey, steps: Sequence[ScenarioStep]
+    tools: AttemptTools,
+    survey: Survey,
+    steps: Sequence[ScenarioStep],
+    questions: Sequence[tuple[str, dict[str, Any]]] = (),
 ) -> list[ScenarioStep]:
     """The calls with their new results. The results must have the values that the agent has to
-    find."""
+    find, and each call that changes the state must change the results of the questions."""
     carried_out: list[ScenarioStep] = []
+    shown_state: list[str] = []
     for step in steps:
         schemas = properties(survey.schemas[step.tool])
         for name, value_source in step.found.items():
@@ -107,7 +171,14 @@ async def _run_steps(
             if value != step.arguments[name]:
                 raise UngroundedError("what is to be found is not what is found first")
 
+        if step.changes and questions:
+            shown_state = [reply.text for reply in await call_all(tools, questions)]
         result = await call_tool(tools, step.tool, step.arguments)
+        if step.changes and questions:
+            state = [reply.text for reply in await call_all(tools, questions)]
+            if state == shown_state:
+                raise UngroundedError("one of its calls changes nothing that another tool tells")
+
         if result.is_error:
             raise UngroundedError("a call is refused without the calls that were left out")
 
@@ -132,73 +203,80 @@ async def _value(tools: AttemptTools, survey: Survey, step: ScenarioStep) -> str
 def _questions(
     survey: Survey, steps: Sequence[ScenarioStep], draw: random.Random
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Calls that show the final state of these steps. They call every tool that changes nothing,
-    with the walk's arguments for its parameters, or else with known values."""
-    by_name: dict[str, list[Any]] = {}
-    for step in steps:
-        for name, value in step.arguments.items():
-            by_name.setdefault(name.lower(), []).append(value)
-
-    questions = [(step.tool, step.arguments) for step in steps if not step.changes]
-    for tool in survey.read_only_tools:
-        if (database := survey.databases.get(tool)) is not None:
-            counts = [
-                DatabaseQuestion(table=table.name).sql for table in database.tables[:MAX_GUESSES]
-            ]
-            questions += [(tool, {database.parameter: sql}) for sql in counts]
-            continue
-
-        schema = survey.schemas[tool]
-        choices = []
-        for name, parameter_schema in properties(schema).items():
-            if name in (schema.get("required") or ()):
-                values = (
-                    by_name.get(name.lower())
-                    or survey.values.known_values(name, parameter_schema)[-MAX_GUESSES:]
-                )
-                values = values or [survey.values.draw(name, parameter_schema, draw)]
-                choices.append([(name, _freeze(value)) for value in values])
-
-        every = itertools.product(*map(dict.fromkeys, choices))
-        combined = list(itertools.islice(every, MAX_COMBINATIONS))
-        draw.shuffle(combined)
-
-        for pairs in combined[:MAX_GUESSES]:
-            question = (tool, {name: json.loads(value) for name, value in pairs})
-            questions += [question] if question not in questions else []
-
+    """Calls that show the state which these steps change. All are calls of tools that are known to
+    change nothing, because they run after every attempt."""
+    changing_arguments = [step.arguments for step in steps if step.changes]
+    questions = [
+        (step.tool, step.arguments) for step in steps if step.tool in survey.read_only_tools
+    ]
+    for call in reader_calls(survey, survey.read_only_tools, changing_arguments, draw):
+        questions += [call] if call not in questions else []
     return questions[:MAX_QUESTIONS]
 
 
-def _freeze(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
+def _answer(survey: Survey, step: ScenarioStep, draw: random.Random) -> tuple[str, str]:
+    """The part of a result that the agent must give, and its place in the result's JSON. Raises
+    UngroundedError if no part needs the call."""
+    places = _places(step.result)
+    if places is None:
+        places = {"": step.result.strip().split("\n")[0].strip()}
+
+    short = [
+        (value, place)
+        for place, value in places.items()
+        if len(value) <= MAX_ANSWER_CHARS and any(map(str.isalnum, value))
+    ]
+    problem = UngroundedError("its result has nothing short to ask for")
+    for answer, place in draw.sample(short, len(short)):
+        try:
+            _check_answer(survey, step, answer, place)
+            return answer, place
+        except UngroundedError as error:
+            problem = error
+
+    raise problem
 
 
-def _answer(text: str, draw: random.Random) -> tuple[str, str]:
-    """The part of a result that the agent must give, and its key in the result's JSON."""
+def _value_at(text: str, place: str) -> str | None:
+    """The value at a place of a result. None if the result has no such place."""
+    if place:
+        return (_places(text) or {}).get(place)
+    return text.strip().split("\n")[0].strip()
+
+
+def _places(text: str) -> dict[str, str] | None:
+    """The first value of each key of a result's JSON, by the key, or by the keys of both levels
+    ("name of owner"). None for a result that is not an object or a list of objects."""
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError):
-        tree = None
+        return None
 
     while isinstance(tree, list) and tree:
         tree = tree[0]
+    if not isinstance(tree, dict):
+        return None
 
-    if isinstance(tree, dict):
-        plain = [
-            (str(key), str(value) if not isinstance(value, float) else f"{value:g}")
-            for key, value in tree.items()
-            if isinstance(value, (str, int, float)) and not isinstance(value, bool)
-        ]
-        candidates = [entry for entry in plain if 0 < len(entry[1]) <= MAX_ANSWER_CHARS]
-        if candidates:
-            key, value = draw.choice(candidates)
-            return value, key
+    places: dict[str, str] = {}
+    for key, value in tree.items():
+        while isinstance(value, list) and value:
+            value = value[0]
+        parts = value.items() if isinstance(value, dict) else [("", value)]
+        for part, leaf in parts:
+            if isinstance(leaf, (str, int, float)) and not isinstance(leaf, bool):
+                shown_leaf = f"{leaf:g}" if isinstance(leaf, float) else str(leaf)
+                places[f"{part} of {key}" if part else str(key)] = _short_time(shown_leaf)
 
-        raise UngroundedError("its result has nothing short to ask for")
+    return places
 
-    line = text.strip().split("\n")[0].strip()
-    if not 0 < len(line) <= MAX_ANSWER_CHARS or not any(character.isalnum() for character in line):
-        raise UngroundedError("its result has nothing short to ask for")
 
-    return line, ""
+def _short_time(value: str) -> str:
+    """The time of day of a date and time of today, which is all of it that holds tomorrow; other
+    values as they are."""
+    match = re.match(rf"(?:{'|'.join(_days())})T(\d\d:\d\d)", value)
+    return match[1] if match is not None else value
+
+
+def _days() -> list[str]:
+    """Today, and the days before and after it, which it is in other time zones."""
+    return [(date.today() + timedelta(days=days)).isoformat() for days in (-1, 0, 1)]

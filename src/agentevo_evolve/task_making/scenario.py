@@ -70,6 +70,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """The part of the last result that is the answer: a key of its JSON, or empty for its first
     line."""
     checks: list[StateCheck] = []
+    num_changed: int = 0
+    """The number of the first checks whose results the calls change."""
     is_open: bool = False
     """Whether a judge must score the attempt, because the calls have different results each
     time."""
@@ -85,18 +87,26 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def content(self) -> str:
-        """A name for the task's given arguments and actions, independent of world and wording."""
-        calls = [
-            [
-                step.tool,
-                step.required_values,
-                {name: [source.step, source.name] for name, source in step.found.items()},
-                *([step.question.sql] if step.question is not None else []),
-            ]
-            for step in self.steps
-        ]
-        text = json.dumps([calls, self.kind, self.place], sort_keys=True, ensure_ascii=True)
+        """A name for the task's given arguments and actions, independent of world, wording and the
+        order of the calls."""
+        calls: list[str] = []
+        for step in self.steps:
+            sources = {
+                name: [calls[source.step], source.name] for name, source in step.found.items()
+            }
+            sql = [step.question.sql] if step.question is not None else []
+            call = [step.tool, step.required_values, sources, *sql]
+            calls.append(json.dumps(call, sort_keys=True))
+
+        text = json.dumps([sorted(calls), self.kind, self.place])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def end_state(self) -> str:
+        """A name for what the calls change, by the results that show it. Empty without a state."""
+        changed = msgspec.to_builtins(self.checks[: self.num_changed])
+        shown_state = sorted(json.dumps(check, sort_keys=True) for check in changed)
+        return json.dumps([self.world, shown_state]) if changed else ""
 
     @property
     def difficulty(self) -> int:

@@ -1,10 +1,11 @@
-"""Makes tasks for a tool server from the server alone. Real calls explore its tools (survey.py).
-Random call sequences run on the server (walks.py). The final state of a sequence, or the value that
-it finds, becomes the reference of a task (grounding.py). A text asks the agent for that state or
-value (wording.py).
+"""Makes tasks for a tool server from the server alone. Real calls explore its tools
+(exploration.py). Random call sequences run on the server (walks.py). The final state of a sequence,
+or the value that it finds, becomes the reference of a task (grounding.py). A text asks the agent
+for that state or value (wording.py).
 
 All random choices come from the seed, so the same server, seed and counts give the same tasks.
-Walks run in rounds of CONCURRENCY, each walk in its own session. The tools that a round prefers
+Walks run in rounds of CONCURRENCY, each walk in its own session, except where no tool changes
+anything. The tools that a round prefers
 depend on earlier rounds. Only a task's content decides whether the task is held out (scenario.py),
 so no content is both trained on and held out, even in later sets of tasks.
 """
@@ -22,6 +23,7 @@ import msgspec
 from agentevo.config.tools import ToolSection
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo_evolve.task_making.calls import CallResult, ToolWorld, call_tool
+from agentevo_evolve.task_making.exploration import explore_server
 from agentevo_evolve.task_making.grounding import UngroundedError, ground_scenario
 from agentevo_evolve.task_making.scenario import (
     MAX_DIFFICULTY,
@@ -30,7 +32,7 @@ from agentevo_evolve.task_making.scenario import (
     is_held_out,
     steps_of,
 )
-from agentevo_evolve.task_making.survey import Survey, survey
+from agentevo_evolve.task_making.survey import Survey
 from agentevo_evolve.task_making.walks import (
     MAX_CALLS,
     Coverage,
@@ -92,6 +94,19 @@ class MadeTasks(msgspec.Struct, kw_only=True):
     """Maps a reason why walks gave no task to the number of these walks."""
 
     @property
+    def shortage(self) -> str:
+        """What is missing before these tasks can train a model and measure it, with the causes.
+        Empty if there are tasks on both sides of the split."""
+        if self.train and self.held_out:
+            return ""
+        why = "; ".join(f"{reason}: {count}" for reason, count in list(self.reasons.items())[:5])
+        side = "held-out" if self.train else "training"
+        return (
+            f"{len(self.train)} training and {len(self.held_out)} held-out tasks were made, so no "
+            f"{side} task ({why}): give more values of parameters by --value, or other tools"
+        )
+
+    @property
     def account(self) -> dict[str, Any]:
         """A summary of the tasks, for users and reports."""
         rows = [*self.train, *self.held_out]
@@ -105,6 +120,7 @@ class MadeTasks(msgspec.Struct, kw_only=True):
             "pairs": sorted(f"{first} -> {then}" for first, then in pairs),
             "silent": self.survey.unresponsive,
             "changing": sorted(self.survey.changing),
+            "left_out": self.survey.left_out,
             "reasons": self.reasons,
         }
 
@@ -144,11 +160,19 @@ async def make_tasks(
     check_wanted(request)
     world = ToolWorld(sections)
     try:
-        surveyed = await survey(world, request.values, seed=request.seed)
+        surveyed = await explore_server(world, request.values, seed=request.seed)
         for name, why in surveyed.unresponsive.items():
             on_note(
                 f"no task needs {name}: it refuses calls that its schema allows, or fails ({why})"
             )
+        for name, why in surveyed.left_out.items():
+            on_note(f"no task needs {name}: {why}")
+        if not surveyed.usable:
+            raise AgentEvoError(
+                "no tool of the server is left that tasks may need; the notes say why for each"
+            )
+        if request.worlds == 1 and not set(surveyed.usable) & surveyed.changing:
+            world.keep_sessions()
         return await _Maker(world, surveyed, request, taken, harder_than, progress).make()
     finally:
         await world.close()
@@ -174,6 +198,8 @@ class _Maker:
         self._coverage = Coverage()
         self._taken_contents = set(taken)
         self._queries = set[str]()
+        self._sides = dict[str, bool]()
+        """Maps the final state of a task to whether the task is held out."""
         self._made = MadeTasks(survey=surveyed)
         self._num_by_difficulty = Counter[int]()
         self._misses = 0
@@ -203,7 +229,7 @@ class _Maker:
             self._progress(len(tasks.train) + len(tasks.held_out))
 
         tasks.reasons = dict(self._reasons.most_common())
-        if not tasks.train or (request.held_out and not tasks.held_out):
+        if not tasks.train and not tasks.held_out:
             why = "; ".join(f"{reason}: {count}" for reason, count in self._reasons.most_common(5))
             raise AgentEvoError(
                 f"no call of the server could become a task ({why or 'no walk'}): "
@@ -300,6 +326,8 @@ class _Maker:
             return False
 
         self._taken_contents.add(scenario.content)
+        if scenario.end_state:
+            self._sides[scenario.end_state] = is_held_out(scenario.content)
         self._queries.add(query)
         self._coverage.add([step.tool for step in scenario.steps], scenario.answer)
 
@@ -327,6 +355,8 @@ class _Maker:
         ):
             return "enough of its side of the split"
 
+        if self._sides.get(scenario.end_state, is_evaluation) != is_evaluation:
+            return "ends in the same state as a task on the other side of the split"
         return self._difficulty_problem(scenario)
 
     def _difficulty_problem(self, scenario: Scenario) -> str:

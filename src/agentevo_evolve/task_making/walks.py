@@ -27,6 +27,8 @@ REUSE_PROBABILITY = 0.85
 """The probability that an argument comes from an earlier call, if such a call has it."""
 CHAIN_WEIGHT = 4.0
 """The factor of the weight of a tool with a parameter that an earlier call provides."""
+UNSTABLE_WEIGHT = 0.1
+"""The factor of the weight of a tool whose results differ each time."""
 QUESTIONS_PER_USE = 25
 """The number of tasks of an SQL tool that count as one task of another tool, since SQL tools allow
 more questions."""
@@ -82,6 +84,7 @@ async def walk(
         weights = [
             coverage.weight(candidate, before, candidate in survey.databases)
             * _chain_weight(survey, steps, candidate)
+            * (UNSTABLE_WEIGHT if candidate in survey.unstable else 1.0)
             for candidate in names
         ]
         (name,) = draw.choices(names, weights)

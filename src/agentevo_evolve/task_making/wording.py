@@ -16,6 +16,29 @@ from agentevo_evolve.task_making.scenario import Scenario, ScenarioStep
 
 _FIRST_SENTENCE = re.compile(r"^(.+?)(?:[.!?](?:\s|$)|\n\s*\n|$)", re.DOTALL)
 _VOWELS = "aeiou"
+_VERBS = """
+    add adjust allow analyze answer append apply approve archive arrange ask assign assess attach
+    book browse build buy calculate call cancel change check checkout clear clone close combine
+    commit compare compile complete compress compute confirm convert copy count create cut decode
+    decrease define delete deliver deploy describe detect determine diff disable discover display
+    divide download draw drop duplicate echo edit email enable encode ensure estimate evaluate
+    examine execute export extract fetch fill filter find fix format generate get give greet group
+    guess heat hide identify import increase inform insert inspect install invite join judge kill
+    launch lend list load lock log look make mark measure merge modify move multiply navigate
+    notify obtain open order pay perform pick ping place plan play post predict prepare print
+    process produce provide publish pull purge push put query rank rate read receive record refund
+    register remove rename render reopen replace reply report request reserve reset resize resolve
+    restart restore retrieve return revert roll run save say schedule search see select sell send
+    set share ship show solve sort split stage stamp start stop store submit subtract suggest sum
+    summarize swap switch take tell test toggle track transfer translate trigger tune turn unlock
+    unstage update upload use validate verify view visit wait watch write
+"""
+"""Verbs with which descriptions of tools begin."""
+_OBJECT_STARTS = """
+    a an the all any each every one two your its his her their this that these those some multiple
+    new existing
+"""
+"""Words after which a first word is a verb: "Frobs the item"."""
 
 
 class Phrases(NamedTuple):
@@ -125,12 +148,26 @@ def _describe_call(
 def activity_of(description: str) -> str:
     """The first sentence of a description as an activity: "Lists free rooms, the cheapest first."
     becomes "listing free rooms, the cheapest first"."""
-    first = _FIRST_SENTENCE.match(" ".join(description.split()))
-    words = first[1].rstrip(" .:;").split(" ") if first is not None else []
+    sentence = _FIRST_SENTENCE.match(" ".join(description.split()))
+    words = sentence[1].rstrip(" .:;").split(" ") if sentence is not None else []
     if not words or not words[0]:
         return "doing what there is to do"
-    verb = re.match(r"[A-Za-z]+$", words[0])
-    return " ".join([gerund(words[0].lower()) if verb else words[0], *words[1:]])
+    start = gerund(words[0].lower()) if _starts_with_verb(words) else words[0]
+    return " ".join([start, *words[1:]])
+
+
+def _starts_with_verb(words: Sequence[str]) -> bool:
+    """Whether a description's first word is a verb: a known verb, or a word before an object.
+    "The current time", "A tool for notes" and "Weather in a city" start with none."""
+    first = words[0].lower()
+    if not re.fullmatch(r"[a-z]+", first) or first in _OBJECT_STARTS.split():
+        return False
+
+    stems = {first, first.removesuffix("s"), first.removesuffix("es")}
+    stems |= {f"{first[:-3]}y"} if first.endswith("ies") else set()
+    return bool(stems & set(_VERBS.split())) or (
+        len(words) > 1 and words[1].lower() in _OBJECT_STARTS.split()
+    )
 
 
 def gerund(verb: str) -> str:
@@ -183,17 +220,16 @@ def values_left_out(text: str, scenario: Scenario) -> list[str]:
 
 def gives_away(text: str, scenario: Scenario) -> bool:
     """Whether the text says what the agent has to find."""
-    hidden_values = [] if scenario.answer is None else [scenario.answer]
+    if scenario.answer is not None and _contains(scenario.answer, text):
+        return True
+
     stated_values = {
         shown(value) for step in scenario.steps for value in step.required_values.values()
     }
-    hidden_values += [
-        shown(step.arguments[name])
-        for step in scenario.steps
-        for name in step.found
-        if len(shown(step.arguments[name])) > 2
-    ]
-    return any(value not in stated_values and _contains(value, text) for value in hidden_values)
+    found_values = [shown(step.arguments[name]) for step in scenario.steps for name in step.found]
+    if stated_values.intersection(found_values):
+        return True
+    return any(len(value) > 2 and _contains(value, text) for value in found_values)
 
 
 def _contains(value: str, text: str) -> bool:

@@ -1,4 +1,5 @@
-"""The stage that measures: when it has come to its end, and how it is tried again."""
+"""The stage that measures: when it has come to its end, and how it is tried again. What the table
+says about a stage that could not teach anything."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ import json
 import pytest
 
 from agentevo_evolve.pipeline.kinds import Job
-from agentevo_evolve.pipeline.stages import EVALUATE, EvaluateOptions
+from agentevo_evolve.pipeline.results import markdown, stage_rows
+from agentevo_evolve.pipeline.stages import EVALUATE, SAMPLE, TRAIN, EvaluateOptions
+from agentevo_evolve.pipeline.state import PipelineState, StageState
 
 
 @pytest.mark.parametrize(
@@ -26,3 +29,25 @@ def test_an_evaluation_of_which_every_attempt_failed_is_played_again(tmp_path, f
 
     (tmp_path / "summary.json").write_text("[]")
     assert EVALUATE.is_finished(job), "what it came to is damaged, and `made` says so"
+
+
+@pytest.mark.parametrize(
+    ("trained", "metric", "remark"),
+    [
+        (0, {"agent/num_tool_calls": 0.0}, "trained on no token, no call was made"),
+        (9, {"agent/num_tool_calls": 0.0, "agent/num_unknown_tools": 0.5}, ""),
+        (9, {"agent/num_tool_calls": 0.0}, "no call was made"),
+        (0, {}, "trained on no token"),
+        (9, {}, ""),
+    ],
+)
+def test_a_run_that_could_not_teach_anything_says_so(tmp_path, trained, metric, remark):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, **metric}) + "\n")
+    assert TRAIN._remark(tmp_path, {"tokens": {"trained": trained}}) == remark
+    assert "token" not in SAMPLE._remark(tmp_path, {"tokens": {"trained": 0}})
+
+
+def test_the_table_says_that_a_stage_could_not_teach_anything():
+    stage = StageState(kind="train", status="finished", why="trained on no token")
+    rows = stage_rows([PipelineState(name="p", seed=0, stages={"rl": stage})])
+    assert "| rl (trained on no token) | train |" in markdown(rows, [])

@@ -17,10 +17,10 @@ from agentevo.errors import AgentEvoError, ConfigError
 from agentevo_evolve.task_making import databases
 from agentevo_evolve.task_making.calls import ToolWorld, call_tool
 from agentevo_evolve.task_making.demonstrations import demonstration
+from agentevo_evolve.task_making.exploration import explore_server
 from agentevo_evolve.task_making.questions import DatabaseQuestion, Link, QueryCondition
 from agentevo_evolve.task_making.scenario import steps_of
 from agentevo_evolve.task_making.server_tasks import WantedTasks, make_tasks
-from agentevo_evolve.task_making.survey import survey
 
 WANTED = WantedTasks(train=40, held_out=10)
 SHOP = """
@@ -119,7 +119,7 @@ def surveyed(monkeypatch, *known):
     async def work():
         world = ToolWorld(known)
         try:
-            return (await survey(world, {}, seed=0)).databases
+            return (await explore_server(world, {}, seed=0)).databases
         finally:
             await world.close()
 
@@ -243,10 +243,8 @@ def test_servers_that_lie_about_databases_are_no_databases():
     """What one says its tables are is read without running anything of it."""
     with pytest.raises(AgentEvoError):
         made_for([FunctionToolSection(name="claims_sql")], WantedTasks(train=2, held_out=0))
-    known = made_for(
-        [FunctionToolSection(name="repeats_sql")], WantedTasks(train=2, held_out=0)
-    ).survey
-    assert known.databases == {}
+    with pytest.raises(AgentEvoError, match="repeats the call"):  # it is a tool, and no database
+        made_for([FunctionToolSection(name="repeats_sql")], WantedTasks(train=2, held_out=0))
 
 
 def test_an_error_that_is_called_a_result_is_an_error():

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+from types import SimpleNamespace
 
 import pytest
 
 import agentevo
-from agentevo.agents.tools import toolbox
-from agentevo.agents.tools.state_checks import SOLVED_BY_CALLS
+from agentevo.agents.tools import mcp_messages, toolbox
+from agentevo.agents.tools.state_checks import SOLVED_BY_CALLS, StateCheck
 from agentevo.agents.tools.tool import ToolSpec
 from agentevo.config.tools import FunctionToolSection
 from agentevo.errors import AgentEvoError, ConfigError, ToolUnavailableError
 from agentevo.types import Task
 from agentevo_evolve.task_making import server_tasks
-from agentevo_evolve.task_making.calls import ToolWorld, call_tool
+from agentevo_evolve.task_making.calls import CallResult, ToolWorld, call_tool
 from agentevo_evolve.task_making.demonstrations import demonstration
+from agentevo_evolve.task_making.exploration import explore_server
+from agentevo_evolve.task_making.grounding import UngroundedError, _check_answer
+from agentevo_evolve.task_making.readers import reader_calls
 from agentevo_evolve.task_making.scenario import Scenario, ScenarioStep, is_held_out
 from agentevo_evolve.task_making.server_tasks import WantedTasks, make_tasks
 from agentevo_evolve.task_making.solvability import grade_tasks
-from agentevo_evolve.task_making.survey import Survey, survey
+from agentevo_evolve.task_making.survey import Survey
 from agentevo_evolve.task_making.values import Values, described_values, values_in_text
 from agentevo_evolve.task_making.wording import activity_of, find_tool_names, gerund
 
@@ -86,7 +91,8 @@ def test_held_out_tasks_follow_from_their_content(hotel):
 def test_every_tool_is_used_none_is_named_and_tasks_are_graded(hotel):
     rows = [*hotel.train, *hotel.held_out]
     names = ["book", "cancel", "find_bookings", "find_rooms"]
-    assert all(count for count in hotel.account["tools"].values())
+    used = {name for name, count in hotel.account["tools"].items() if count}
+    assert used == {"book", "cancel", "find_rooms"}  # without bookings, one answer is always right
     assert not any(find_tool_names(row["query"], names) for row in rows)
     assert len({row["difficulty"] for row in rows}) >= 3
     assert len(hotel.account["pairs"]) >= 3
@@ -155,7 +161,7 @@ class Liar:
 
     def greet(self, name: str) -> str:
         """Greets somebody by a text."""
-        return f"Good day to {name}, welcome"
+        return f"Seat {sum(map(ord, name))}, welcome"
 
 
 @agentevo.tool("mute")
@@ -309,10 +315,192 @@ def test_a_survey_knows_which_tools_change_something():
     async def known():
         world = ToolWorld(sections("files"))
         try:
-            return await survey(world, {"path": ["a.txt", "b.txt"]}, seed=0)
+            return await explore_server(world, {"path": ["a.txt", "b.txt"]}, seed=0)
         finally:
             await world.close()
 
     found = asyncio.run(known())
     assert "write_file" in found.changing
     assert {"list_files", "search_files"} <= set(found.read_only_tools)
+
+
+@agentevo.tool("notes")
+class Notes:
+    """Notes beside a clock and a counter."""
+
+    clock = 0
+
+    def __init__(self):
+        self.notes: list[str] = []
+
+    def time_now(self) -> str:
+        """Shows the time."""
+        Notes.clock += 1
+        return f"it is {Notes.clock} o'clock"
+
+    def add_note(self, owner: str, text: str) -> str:
+        """Adds a note of an owner.
+
+        Args:
+            owner: Ada, Ben, Cleo or Dan.
+            text: what to note.
+        """
+        self.notes.append(f"{owner}: {text}")
+        return "done"
+
+    def list_notes(self, owner: str) -> str:
+        """Lists the notes of an owner.
+
+        Args:
+            owner: Ada, Ben, Cleo or Dan.
+        """
+        return "\n".join(note for note in self.notes if note.startswith(owner)) or "no notes"
+
+    def count_notes(self) -> str:
+        """Counts all notes."""
+        return f"{len(self.notes)} notes"
+
+
+ALL_NOTES: list[str] = []
+
+
+@agentevo.tool("shared_notes")
+class SharedNotes(Notes):
+    """Notes that all sessions share."""
+
+    def __init__(self):
+        self.notes = ALL_NOTES
+
+
+def test_a_clock_hides_no_change():
+    made = made_for("notes", WantedTasks(train=12, held_out=2))
+    assert made.survey.changing == {"add_note"}
+    assert made.survey.readers == {"list_notes", "count_notes"}
+    assert made.survey.unstable == {"time_now"}
+    checks = [check for row in made.train for check in row.get("state_checks", [])]
+    assert {check["tool"] for check in checks} <= {"list_notes", "count_notes"}
+    assert not any(row.get("answer") == "done" for row in made.train)
+    assert checks
+
+
+def test_tools_that_change_what_all_sessions_share_are_left_out():
+    told: list[str] = []
+    ALL_NOTES.clear()
+    made = made_for("shared_notes", WantedTasks(train=4, held_out=1), told=told)
+    assert made.survey.is_shared
+    assert not any("add_note" in row["tools"] for row in [*made.train, *made.held_out])
+    made.held_out = []
+    assert "0 held-out tasks were made" in made.shortage
+    assert any("add_note" in line and "all sessions share" in line for line in told)
+
+
+def test_a_reader_is_asked_about_what_a_call_changes():
+    known = Survey(
+        schemas={
+            "open_nodes": {
+                "required": ["names"],
+                "properties": {"names": {"type": "array", "items": {"type": "string"}}},
+            },
+            "search": {"required": ["query"], "properties": {"query": {"type": "string"}}},
+        },
+        descriptions={},
+        specs=[],
+        values=Values(),
+    )
+    call = {"entities": [{"name": "lamp", "entityType": "thing"}]}
+    calls = reader_calls(known, ["open_nodes", "search"], [call], random.Random(0))
+    assert ("open_nodes", {"names": ["lamp"]}) in calls
+    assert ("search", {"query": "lamp"}) in calls
+
+
+def test_arguments_follow_nested_schemas_and_bounds():
+    schema = {
+        "required": ["entities", "heat", "time"],
+        "properties": {
+            "entities": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "required": ["name", "kind"],
+                    "properties": {"name": {"type": "string"}, "kind": {"enum": ["a", "b"]}},
+                },
+            },
+            "heat": {"type": "integer", "minimum": 15, "maximum": 25, "default": 21},
+            "time": {"type": "string", "description": "24-hour format (HH:MM)"},
+        },
+    }
+    known = Survey(schemas={"t": schema}, descriptions={}, specs=[], values=Values())
+    drawn = [known.draw_arguments("t", random.Random(seed)) for seed in range(40)]
+    assert drawn == [known.draw_arguments("t", random.Random(seed)) for seed in range(40)]
+    assert len({item["heat"] for item in drawn}) > 5
+    assert all(15 <= item["heat"] <= 25 and item["time"][2] == ":" for item in drawn)
+    entities = [entity for item in drawn for entity in item["entities"]]
+    assert all(set(entity) == {"name", "kind"} for entity in entities)
+    assert len({entity["name"] for entity in entities}) > 5
+
+
+def test_two_sides_of_the_split_do_not_end_in_the_same_state():
+    checks = [StateCheck(tool="list", result="a, b")]
+    step = ScenarioStep(tool="add", arguments={"n": 1}, changes=True)
+    scenario = Scenario(steps=[step], world=0, checks=checks, num_changed=1)
+    other = Scenario(steps=[step, step], world=0, checks=checks, num_changed=1)
+    assert scenario.end_state == other.end_state != ""
+    known = Survey(schemas={}, descriptions={}, specs=[], values=Values())
+    maker = server_tasks._Maker(
+        None, known, WantedTasks(train=9, held_out=9), frozenset(), (), lambda done: None
+    )
+    assert maker._why_not_needed(scenario) == ""
+    maker._sides[scenario.end_state] = not is_held_out(scenario.content)
+    assert "same state" in maker._why_not_needed(scenario)
+
+
+def test_the_order_of_calls_is_no_other_content():
+    steps = [ScenarioStep(tool="add", arguments={"n": n}, changes=True) for n in (1, 2)]
+    first, second = (Scenario(steps=order, world=0) for order in (steps, steps[::-1]))
+    assert first.content == second.content
+
+
+@pytest.mark.parametrize(
+    "description",
+    ["The current time", "A tool for notes", "Current time in a zone", "Weather in a city"],
+)
+def test_descriptions_without_a_verb_keep_their_words(description):
+    assert activity_of(description) == description
+
+
+def test_hints_of_a_server_survive_and_broken_ones_do_not():
+    listed = {"name": "t", "annotations": {"readOnlyHint": True, "destructiveHint": "no", "x": 1}}
+    message = SimpleNamespace(result={"tools": [listed, {"name": "u", "annotations": 3}]})
+    first, second = mcp_messages._usable(message).result["tools"]
+    assert first["annotations"] == {"readOnlyHint": True} and second["annotations"] == {}
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ("/a.txt: Error - no such file", "message of an error"),
+        ("Tool error: no such file", "message of an error"),
+        ("/a.txt:", "repeats the call"),
+    ],
+)
+def test_an_error_or_an_echo_is_no_answer(answer, problem):
+    known = Survey(schemas={}, descriptions={}, specs=[], values=Values())
+    step = ScenarioStep(tool="read", arguments={"paths": ["/a.txt"]}, result=answer)
+    with pytest.raises(UngroundedError, match=problem):
+        _check_answer(known, step, answer, "")
+
+
+def test_a_slow_call_leaves_a_tool_out_only_in_the_survey():
+    slow = CallResult(tool="read", arguments={}, text="a", wall_s=9.0)
+    known = Survey(schemas={"read": {}}, descriptions={}, specs=[], values=Values())
+    known.answered["read"] = slow
+    known.learn(slow)
+    assert known.usable == ["read"]
+    known.leave_out_if_slow(slow)
+    assert not known.usable
+
+
+def test_a_server_without_a_usable_tool_is_an_error_in_words(monkeypatch):
+    monkeypatch.setattr(Survey, "usable", [])
+    with pytest.raises(AgentEvoError, match="no tool of the server is left"):
+        made_for("notes", WantedTasks(train=1, held_out=1))

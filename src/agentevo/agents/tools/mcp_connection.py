@@ -302,6 +302,8 @@ class McpConnection:
                         name=tool.name,
                         description=tool.description or "",
                         parameters=object_schema(tool.input_schema),
+                        changes_nothing=getattr(tool.annotations, "read_only_hint", None),
+                        is_destructive=bool(getattr(tool.annotations, "destructive_hint", False)),
                     ),
                 )
 

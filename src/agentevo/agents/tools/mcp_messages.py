@@ -15,6 +15,8 @@ from typing import Any
 
 from agentevo.agents.tools.tool import object_schema
 
+HINTS = ("readOnlyHint", "destructiveHint")
+"""What a server says about its tools, as far as it is used."""
 _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
@@ -144,6 +146,12 @@ def _tool(listed: dict[str, Any]) -> dict[str, Any]:
     tool = {"name": listed["name"], "inputSchema": object_schema(listed.get("inputSchema"))}
     if isinstance(listed.get("description"), str):
         tool["description"] = listed["description"]
+
+    annotations = listed.get("annotations")
+    hints = annotations.items() if isinstance(annotations, dict) else ()
+    tool["annotations"] = {
+        name: hint for name, hint in hints if name in HINTS and isinstance(hint, bool)
+    }
 
     result = listed.get("outputSchema")
     if isinstance(result, dict) and result.get("type") == "object":

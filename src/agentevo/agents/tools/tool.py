@@ -64,6 +64,11 @@ class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
     """JSON schema of the arguments, an object."""
     cacheable: bool = False
     """Whether equal calls have equal results and change nothing."""
+    changes_nothing: bool | None = None
+    """What the server says about changes (MCP's readOnlyHint). None if it says nothing."""
+    is_destructive: bool = False
+    """Whether the server says that calls may delete or overwrite something (MCP's
+    destructiveHint)."""
     full_name: str = ""
     """SERVER.TOOL, if several servers are behind one toolset. `include` and calls accept this name
     too."""
