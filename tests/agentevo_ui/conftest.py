@@ -37,7 +37,11 @@ def runs_folder(
         "run.name=lake",
         "trainer.steps=2",
         "trainer.schedule=constant",
-        "evaluation.tasks=6",
+        "environment.size=4",
+        "environment.max_actions=6",
+        "agent.max_turns=6",
+        "evaluation.tasks=3",
+        "cold_start.episodes=8",
     )
     train(config, view=quiet_view())
 
