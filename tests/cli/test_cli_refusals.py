@@ -52,7 +52,7 @@ from agentevo.runs.doctor import diagnostics
             ["eval", "small.yaml", "evaluation.task=3"],
             "override: evaluation.task: unknown key; did you mean evaluation.tasks?",
         ),
-        (["eval", "nothing-like-it"], "is called 'nothing-like-it': give a recipe (calculator, coins, "),
+        (["eval", "nothing-like-it"], "is called 'nothing-like-it': give a recipe (calculator, "),
         (["eval", "smollm2-135m-instuct"], "did you mean 'smollm2-135m-instruct'?"),
         (["eval", "tiny"], "a model alone has no tasks: give --tasks FILE"),
         (["eval", "nothing-like-it", "--rescore"], "there is no such folder: give a folder that"),

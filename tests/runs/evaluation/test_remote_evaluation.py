@@ -268,7 +268,7 @@ def test_rewards_that_see_images_do_not_score_kept_attempts_without_them(folder,
         (["http://127.0.0.1:9/v1#m"], "can't be reached"),
         (
             ["nothing-like-it"],
-            "no recipe, run or model is called 'nothing-like-it': give a recipe (calculator, coins, ",
+            "no recipe, run or model is called 'nothing-like-it': give a recipe (calculator, ",
         ),
         (["{url}", "--tasks", "nowhere.jsonl"], "does not exist"),
         (["{url}", "-k", "0"], "give 1 to"),
