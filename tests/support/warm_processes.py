@@ -287,7 +287,8 @@ def preload() -> None:
 
 def be_parent(number: int) -> NoReturn:
     """Imports what programs import, then serves requests until the caller has ended."""
-    preload()
+    for name in PRELOADED:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()
 

@@ -4,10 +4,10 @@ or the value that it finds, becomes the reference of a task (grounding.py). A te
 for that state or value (wording.py).
 
 All random choices come from the seed, so the same server, seed and counts give the same tasks.
-Walks run in rounds of CONCURRENCY, each walk in its own session, except where no tool changes
-anything. The tools that a round prefers
-depend on earlier rounds. Only a task's content decides whether the task is held out (scenario.py),
-so no content is both trained on and held out, even in later sets of tasks.
+Walks run in rounds of CONCURRENCY, each walk in its own session. If no tool changes anything, all
+share one. The tools that a round prefers depend on earlier rounds. Only a task's content decides
+whether the task is held out (scenario.py), so no content is both trained on and held out, even in
+later sets of tasks.
 """
 
 from __future__ import annotations
@@ -100,10 +100,11 @@ class MadeTasks(msgspec.Struct, kw_only=True):
         if self.train and self.held_out:
             return ""
         why = "; ".join(f"{reason}: {count}" for reason, count in list(self.reasons.items())[:5])
-        side = "held-out" if self.train else "training"
+        made, missing = ("training", "held-out") if self.train else ("held-out", "training")
+        count = len(self.train) + len(self.held_out)
         return (
-            f"{len(self.train)} training and {len(self.held_out)} held-out tasks were made, so no "
-            f"{side} task ({why}): give more values of parameters by --value, or other tools"
+            f"no {missing} task was made, only {count} {made} ones ({why}): give more values of "
+            "parameters by --value, or other tools"
         )
 
     @property

@@ -268,6 +268,7 @@ class AttemptTools:
         self.schemas = [tool.spec.schema(name) for name, tool in self._tools.items()]
         """The schemas in OpenAI's form, under the names that the policy knows."""
         self.specs = {name: tool.spec for name, tool in self._tools.items()}
+        """The tools' specs, by the same names."""
         self.metrics: Counter[str] = Counter()
         """The counters, by the names of METRICS."""
         self.condense: Condense | None = None

@@ -91,12 +91,11 @@ def grammar_of(
     return "\n".join([f"start: {thought}({' | '.join(ways)})", *rules])
 
 
-def problem_of_required_calls(chat: ChatFormat) -> str | None:
-    """Why no answer of this model can be constrained to calls of tools, with a remedy. None if it
-    can."""
+def problem_of_calls(chat: ChatFormat) -> str | None:
+    """Why this model's sampling can't be constrained to calls of tools. None if it can."""
     name = chat.parser.name
     if name == HARMONY or chat.call_notation is None:
-        return f"the notation of its tool calls ({name}) can't be prescribed: leave the key out"
+        return f"the notation of this model's tool calls ({name}) can't be prescribed"
     if find_spec("llguidance") is None:
         return "the package llguidance is missing: pip install 'agentevo[constrained]'"
     return None
@@ -108,13 +107,12 @@ def _can_enforce(form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str
         return False
 
     name = chat.parser.name
-    if name == HARMONY or chat.call_notation is None or _begin_of_call(chat) is None:
+    problem = problem_of_calls(chat)
+    if problem is None and _begin_of_call(chat) is None:
         problem = f"the notation of this model's tool calls ({name}) can't be prescribed"
-    elif form.schema is not None and form.calls == "auto" and name in BARE:
+    elif problem is None and form.schema is not None and form.calls == "auto" and name in BARE:
         problem = f"in the notation of this model ({name}) an answer in JSON could be a call"
-    elif find_spec("llguidance") is None:
-        problem = "the package llguidance is missing: pip install 'agentevo[constrained]'"
-    else:
+    if problem is None:
         return True
 
     _note_once(f"`strict` of tools has no effect: {problem}")

@@ -15,7 +15,7 @@ from agentevo.errors import ConfigError, TrainingError, UnusableCheckpointError
 from agentevo.inference.engines import check_engine, check_model
 from agentevo.inference.serving.secret import RunSecret
 from agentevo.inference.weights.transports import check_transport
-from agentevo.models.chat.answer_form import problem_of_required_calls
+from agentevo.models.chat.answer_form import problem_of_calls
 from agentevo.models.chat.chat_format import chat_of
 from agentevo.models.compute.adapters import check_lora
 from agentevo.models.files.load import LoadedModel, check_overrides, load_hollow
@@ -316,9 +316,11 @@ def _check_template(config: RunConfig, loaded: LoadedModel) -> None:
         raise ConfigError(f"model {loaded.name!r}: {chat.system_problem}: {remedy}")
 
     if isinstance(config.agent, ToolAgentSection) and config.agent.required_calls:
-        problem = problem_of_required_calls(chat)
+        problem = problem_of_calls(chat)
         if problem is not None:
-            raise ConfigError(f"agent.required_calls: model {loaded.name!r}: {problem}")
+            raise ConfigError(
+                f"agent.required_calls with model {loaded.name!r}: {problem}; or leave the key out"
+            )
 
 
 def _system_remedy(agent: AgentSection) -> str:
