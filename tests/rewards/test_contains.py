@@ -139,3 +139,20 @@ def test_a_list_of_names_or_another_name_is_none(reply):
 )
 def test_a_list_of_names_in_chinese_is_none(reply):
     assert value(reply, NAME, answer="\u5317\u4eac") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "expected"),
+    [
+        ("Yes.", "yes", 1.0),
+        ("Nobody knows, but yes", "Yes", 1.0),
+        ("yes no", "yes", 0.0),
+        ("yes no", "no", 0.0),
+        ("True, False", "true", 0.0),
+        ("It is true, so not FALSE", "False", 0.0),
+        ("\u662f\u3002", "\u662f", 1.0),
+        ("\u662f \u5426", "\u662f", 0.0),
+    ],
+)
+def test_a_word_beside_its_opposite_is_none(reply, answer, expected):
+    assert value(reply, NAME, answer=answer) == expected

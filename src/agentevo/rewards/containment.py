@@ -2,8 +2,9 @@
 
     number   the last number of the reply is the answer, and no list of numbers ends there; the
              question's numbers are ignored, unless the answer is one of them
-    words    the reply has the answer as whole words, not in a list, and at most
-             MAX_EXTRA_WORDS different words that neither the answer nor the question has
+    words    the reply has the answer as whole words, not in a list, without its opposite (yes and
+             no, true and false), and at most MAX_EXTRA_WORDS different words that neither the
+             answer nor the question has
 
 A policy is trained to get this reward, so a reply that names many candidates gets nothing.
 Candidates in words without any sign between them are only limited by the number of words.
@@ -33,6 +34,7 @@ _ITEMS_APART = re.compile(
 )
 _ALTERNATIVE = re.compile(_ALTERNATIVES, re.IGNORECASE)
 _BULLET = re.compile(r"\A\s*(?:[-*\u2022]|\d{1,3}[.)])\s+")
+_OPPOSITES = {"yes": "no", "no": "yes", "true": "false", "false": "true", "\u662f": "\u5426"}
 _MASK = "\0"
 """Replaces the answer in a text."""
 
@@ -116,8 +118,11 @@ def _ends_a_list(text: str, numerals: Sequence[Numeral | None]) -> bool:
 def _states_words(text: str, answer: str, query: str) -> bool:
     masked, num_found = _whole_words(answer).subn(_MASK, text.replace(_MASK, " "))
     expected_words = {*words_of(answer), *words_of(query)}
-    too_many = len(set(words_of(masked)) - expected_words) > MAX_EXTRA_WORDS
-    return num_found > 0 and not too_many and not _is_listed(masked, len(words_of(answer)))
+    words = set(words_of(masked))
+    too_many = len(words - expected_words) > MAX_EXTRA_WORDS
+    if num_found == 0 or too_many or _OPPOSITES.get(answer.casefold()) in words:
+        return False
+    return not _is_listed(masked, len(words_of(answer)))
 
 
 def _whole_words(answer: str) -> re.Pattern[str]:

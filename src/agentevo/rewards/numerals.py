@@ -30,6 +30,7 @@ _SIGNS = str.maketrans(
         "\u066b": ".",
         "\u066c": ",",
         "\u2019": "'",
+        **dict.fromkeys(map(ord, "\u00a0\u2007\u2009\u202f"), " "),
     }
 )
 _DASH = re.compile(
@@ -40,7 +41,7 @@ _RAISED = re.compile(rf"(?<=[\w)}}])[{_SUPERSCRIPTS}]+")
 _GROUPS = re.compile(
     r"""
     (?<![\w.,]) [1-9]\d{0,2}
-    (?P<mark> \{,\} | \\[,;:!\ ] | ,\\! | ~ | ['_ \u00a0\u2007\u2009\u202f] ) \d{3}
+    (?P<mark> \{,\} | \\[,;:!\ ] | ,\\! | ~ | ['_ ] ) \d{3}
     (?: (?P=mark) \d{3} )*
     (?! (?P=mark)?\d | [ ]?/ )
     """,
@@ -48,7 +49,7 @@ _GROUPS = re.compile(
 )
 _NO_DIGIT = re.compile(r"\D")
 _INDIAN = re.compile(r"(?<![\w.,])[1-9]\d?(?:,\d\d)+,\d{3}(?![\w,])")
-_TEX_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")
+_TEX_POINT = re.compile(r"(?<=\d)\{[,.]\}(?=\d)")
 _DECIMAL_COMMA = re.compile(
     r"(?<![\w.,(\[{])(?<!,[ \t])(\d{1,400}),(\d\d?|\d{4,400})(?![\w,]|\.\d|[ \t]{0,3}[)\]}\\])"
 )
@@ -90,7 +91,7 @@ _IN_AN_EXPRESSION = re.compile(
     re.VERBOSE,
 )
 _CONTINUES = re.compile(
-    rf"[ \t]{{0,3}}(?:\^|\*\*(?=[\w({{])|_(?=[\d{{])|(?:{_TIMES})?[ \t]{{0,3}}"
+    rf"[ \t]{{0,3}}(?:\^(?!\{{?\\(?:circ|text\{{(?:st|nd|rd|th)\}}))|\*\*(?=[\w({{])|_(?=[\d{{])|(?:{_TIMES})?[ \t]{{0,3}}"
     r"(?:\\pi(?![a-z])|\u03c0|\\sqrt|\u221a|sqrt\(|\\[dtc]?frac|\\log|\\ln))"
 )
 LOOKBACK_CHARS = 80
@@ -147,7 +148,7 @@ def plain(text: str) -> str:
     text = _INDIAN.sub(
         lambda groups: _NO_DIGIT.sub("", groups[0]), write_plainly(_ESCAPED.sub("", text))
     )
-    text = _DECIMAL_COMMA.sub(r"\1.\2", _TEX_COMMA.sub(".", text))
+    text = _DECIMAL_COMMA.sub(r"\1.\2", _TEX_POINT.sub(".", text))
     return _TEX_FRACTION.sub(_write_slash, text)
 
 
