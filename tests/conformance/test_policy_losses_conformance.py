@@ -376,6 +376,26 @@ def test_covariance_ties_are_chosen_together_whatever_their_order() -> None:
     assert found.tolist() == [[1.0, 1.0, 1.0, 1.0]]
 
 
+@pytest.mark.parametrize("fraction", [0.0002, 0.1, 0.5])
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_the_rounding_of_a_pass_changes_no_choice_of_tokens(name: str, fraction: float) -> None:
+    """The threshold is that of a pass over the whole minibatch, and the log-probs that are compared
+    with it come from passes over its parts, which round otherwise."""
+    inputs = batch(4, (8, 12), garbage=False)
+    hyper = {"fraction": fraction} | ({"low": 0.0} if name == "clip_cov" else {})
+    whole = {key: inputs[key] for key in ("logp", "old_logp", "advantages", "mask")}
+    statistics = batch_statistics(name, **whole, **hyper)
+
+    def chosen(logp: torch.Tensor) -> torch.Tensor:
+        metrics = policy_terms(name, **{**inputs, "logp": logp}, statistics=statistics, **hyper)[1]
+        return metrics["cov_clipfrac" if name == "clip_cov" else "cov_klfrac"]
+
+    exact = chosen(inputs["logp"])
+    assert exact.any()
+    for rounding in (-1e-6, 1e-6):
+        assert (chosen(inputs["logp"] * (1 + rounding)) == exact).all()
+
+
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_equal_advantages_have_no_covariance_to_act_on(name: str) -> None:
     logp = -torch.rand(3, 7, generator=torch.Generator().manual_seed(0))

@@ -7,8 +7,8 @@ of them (to 12 digits). The choice therefore depends neither on order nor on a r
 paper of Clip-Cov draws at random among its candidates). A covariance of exactly 0 is never chosen;
 all are 0 if all advantages are equal. The means and the threshold are computed once, over the whole
 minibatch, so each part of the minibatch chooses the same tokens. Rounding differs between the parts
-and the whole, so the threshold lies halfway to the largest covariance that is not chosen.
-Covariances are float64. Source: arXiv 2505.22617.
+and the whole, so the threshold lies halfway to the largest covariance that is not chosen, and there
+is none if all candidates are chosen. Covariances are float64. Source: arXiv 2505.22617.
 """
 
 from __future__ import annotations
@@ -152,10 +152,9 @@ def _statistics(
     smallest_selected = float(values.topk(num_selected).values[-1])
     tie_limit = smallest_selected - TIE_TOLERANCE * abs(smallest_selected)
     lower_values = values[values < tie_limit]
-    threshold = (
-        (smallest_selected + float(lower_values.max())) / 2 if len(lower_values) else tie_limit
-    )
-    return statistics | {"threshold": threshold}
+    if not len(lower_values):  # all candidates are chosen
+        return statistics
+    return statistics | {"threshold": (smallest_selected + float(lower_values.max())) / 2}
 
 
 def _candidates(
