@@ -472,6 +472,20 @@ def test_gradients_are_the_same_after_a_generation(kind, dtype, tiny_policy, tmp
     assert apart < 1e-6, f"{apart:.3f} of the gradient's norm from what it was"
 
 
+def test_a_base_in_4_bits_is_never_packed(tiny_policy, tmp_path, monkeypatch):
+    """On no CPU: bitsandbytes' product of packed weights passes no gradient on, without an
+    error."""
+    layers = pytest.importorskip("bitsandbytes.nn.modules")
+    monkeypatch.setattr(layers, "has_avx512bf16", lambda: True)
+    saved = tiny_policy(hidden_size=64)
+    folder = str(save_model(saved.model, saved.tokenizer, tmp_path / "base"))
+    lora = LoraSection(rank=4, quantize="4bit")
+    model = load_model(ModelSection(name=folder, device="cpu", lora=lora)).model
+
+    packs = [m.support_avx512bf16_for_cpu for m in model.modules() if type(m) is layers.Linear4bit]
+    assert packs and not any(packs)
+
+
 def test_without_bitsandbytes_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'agentevo\[qlora\]'"):
