@@ -21,6 +21,7 @@ _DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed|\\fbox|\\begin")
 _TEX_WORDS = re.compile(r"\\(?:text|mathrm|mathbf|operatorname)\s{0,3}\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{3,}")
 _MIXED = re.compile(r"(?<![\w.,}])(\d{1,9})[ \t]{1,3}(\d{1,9}/\d{1,9})(?![\w.])")
+_CURRENCY = re.compile(r"(?<!\\)\\\$|[\u20ac\u00a3\u00a5]")
 _POWER_OF_TEN = re.compile(r"(?<![\w.,}])(\d{1,400}(?:\.\d{0,400})?)[eE]([-+]?\d{1,3})(?!\w)")
 
 
@@ -49,11 +50,11 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse(text: str) -> list[Any]:
-    """The expressions in a text. Empty if it has no mathematics. LaTeX needs no dollar signs if the
-    text contains nothing else."""
+    """The expressions in a text, without signs of currencies. Empty if it has no mathematics. LaTeX
+    needs no dollar signs if the text contains nothing else."""
     from math_verify import parse
 
-    text = _MIXED.sub(r"(\1+\2)", write_plainly(text))
+    text = _MIXED.sub(r"(\1+\2)", write_plainly(_CURRENCY.sub("", text)))
     text = _POWER_OF_TEN.sub(r"\1 \\cdot 10^{\2}", text)
     if not _DELIMITED.search(text) and not _WORD.search(_TEX_WORDS.sub(" ", text)):
         as_formula: list[Any] = parse(f"${text}$", parsing_timeout=None)

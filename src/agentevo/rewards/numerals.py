@@ -91,7 +91,8 @@ _IN_AN_EXPRESSION = re.compile(
     re.VERBOSE,
 )
 _CONTINUES = re.compile(
-    rf"[ \t]{{0,3}}(?:\^(?!\{{?\\(?:circ|text\{{(?:st|nd|rd|th)\}}))|\*\*(?=[\w({{])|_(?=[\d{{])|(?:{_TIMES})?[ \t]{{0,3}}"
+    r"[ \t]{0,3}(?:\^(?!\{?\\(?:circ|text\{(?:st|nd|rd|th)\}))"
+    rf"|\*\*(?=[\w({{])|_(?=[\d{{])|(?:{_TIMES})?[ \t]{{0,3}}"
     r"(?:\\pi(?![a-z])|\u03c0|\\sqrt|\u221a|sqrt\(|\\[dtc]?frac|\\log|\\ln))"
 )
 LOOKBACK_CHARS = 80
@@ -104,12 +105,14 @@ MAX_DIGITS = 400
 def write_plainly(text: str) -> str:
     r"""The text with its numbers as a keyboard writes them: full-width digits, dashes that are
     minus signs, one-character fractions and raised digits (`^{2}`) are rewritten, and groups of
-    digits (`1\,000`, `1 000`, `9{,}500`) are joined."""
+    digits (`1\,000`, `1 000`, `9{,}500`) are joined. A comma or point in braces between other
+    digits (`3{,}5`) is a point."""
     text = _DASH.sub("-", text.translate(_SIGNS))
     text = _FRACTION.sub(_spell_fraction, text)
     text = _RAISED.sub(lambda raised: f"^{{{unicodedata.normalize('NFKC', raised[0])}}}", text)
     text = text.replace("\u2212", "-")  # the `^` of a raised minus
-    return _GROUPS.sub(lambda groups: _NO_DIGIT.sub("", groups[0]), text)
+    text = _GROUPS.sub(lambda groups: _NO_DIGIT.sub("", groups[0]), text)
+    return _TEX_POINT.sub(".", text)
 
 
 class Numeral(NamedTuple):
@@ -148,7 +151,7 @@ def plain(text: str) -> str:
     text = _INDIAN.sub(
         lambda groups: _NO_DIGIT.sub("", groups[0]), write_plainly(_ESCAPED.sub("", text))
     )
-    text = _DECIMAL_COMMA.sub(r"\1.\2", _TEX_POINT.sub(".", text))
+    text = _DECIMAL_COMMA.sub(r"\1.\2", text)
     return _TEX_FRACTION.sub(_write_slash, text)
 
 
