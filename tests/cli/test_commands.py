@@ -66,6 +66,12 @@ def test_a_dry_run_prints_the_resolved_config_and_creates_nothing(command, agent
     assert agentevo("config", "small.yaml", "trainer.steps=3").out == out
 
 
+def test_an_algorithm_is_explained_by_its_name_alone(agentevo):
+    named = agentevo("config", "turn_ppo")
+    assert named.code == 0 and "Source:" in named.out
+    assert named.out == agentevo("config", "algorithm.turn_ppo").out
+
+
 def test_another_preset_than_the_recipes_is_warned_of_on_stderr(agentevo):
     words = ["frozen_lake", "algorithm.name=gspo"]
     code, out, err = agentevo("train", *words, "--dry-run")

@@ -294,7 +294,7 @@ def make_run(
 
     async def fill() -> None:
         async with await open_store(f"sqlite:///{folder / 'store.sqlite'}") as store:
-            await store.add_tasks([Task(id="lake/1", environment="frozen_lake")])
+            await store.add_tasks([Task(id="lake/1", environment="frozen_lake", answer=["gift"])])
             for trajectory, split, step in trajectories:
                 await store.write_trajectories([trajectory], split=split, step=step)  # type: ignore[arg-type]
 
@@ -337,6 +337,7 @@ def test_a_report_is_made_from_the_files_alone(
         )
     )
     assert found == captions
+    assert text.count('expected answer: ["gift"]') == len(captions)
     assert "server hung" in text
     assert "16% →" in text
 

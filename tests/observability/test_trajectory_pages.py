@@ -51,7 +51,7 @@ def make(tmp_path: Path) -> Make:
 
         async def fill() -> None:
             async with await open_store(f"sqlite:///{folder / 'store.sqlite'}") as store:
-                await store.add_tasks([Task(id="t", environment="x")])
+                await store.add_tasks([Task(id="t", environment="x", answer="<7>")])
                 await store.put_images(images)
                 for one, split, step in rows:
                     await store.write_trajectories([one], split=split, step=step)  # type: ignore[arg-type]
@@ -87,6 +87,7 @@ def test_every_fourth_step_and_the_last_one_have_pages(make: Make, capsys) -> No
     page = (out / "step_5" / "trajectory_s5-1.html").read_text(encoding="utf-8")
     for part in ('href="trajectory_s5-0.html"', 'href="trajectory_e5-0.html"', 'class="world"'):
         assert part in page
+    assert "expected answer: &lt;7&gt;" in page
 
     assert main(["trajectories", "show", str(run), "--html", "--step", "6"]) == 0, "its own folder"
     assert files(out) == ["index.html", *(f"step_6/trajectory_s6-{n}.html" for n in range(3))]

@@ -16,7 +16,16 @@ from agentevo.observability.trajectory_view import (
     probability_level,
     render_trajectory,
 )
-from agentevo.types import ImagePart, Message, RemoteTurn, TextPart, ToolCall, Trajectory, Turn
+from agentevo.types import (
+    ImagePart,
+    Message,
+    RemoteTurn,
+    Task,
+    TextPart,
+    ToolCall,
+    Trajectory,
+    Turn,
+)
 
 Decode = Callable[[int], str]
 
@@ -198,3 +207,22 @@ def test_files_that_were_kept_are_named(decode: Decode) -> None:
     assert "out/a.csv, 3 bytes" in text and "b\\x1b[2J, 0 bytes" in text
     many = shown(trajectory(files={f"f{number}": b"" for number in range(60)}), decode)
     assert "and 10 more" in many
+
+
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        ("42", "expected answer: 42"),
+        ({"total": 3}, 'expected answer: {"total": 3}'),
+        ("a\nb\x1b[2J", "expected answer: a↵b\\x1b[2J"),
+        (None, ""),
+    ],
+)
+def test_the_expected_answer_is_shown(answer: object, line: str) -> None:
+    out = io.StringIO()
+    task = Task(id="lake/12", query="?", answer=answer)
+    rendered = render_trajectory(trajectory(), str, task=task)
+    Console(file=out, width=100).print(rendered)
+    assert [found for found in out.getvalue().splitlines() if "expected" in found] == (
+        [line] if line else []
+    )

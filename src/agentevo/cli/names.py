@@ -182,7 +182,7 @@ def config(
     ] = "",
 ) -> None:
     """Show a recipe's resolved configuration, or explain a key: type, range, default, unit.
-    `algorithm.NAME` explains a preset, advantage, policy loss, KL estimate or aggregation."""
+    The name of a preset, advantage, policy loss, KL estimate or aggregation explains it."""
     from agentevo.config.sources import recipe_names
 
     if word.endswith((".yaml", ".yml")) or "/" in word or word in recipe_names():
@@ -252,11 +252,7 @@ def _explain(key: str, recipe: str) -> None:
         _print_overview(keys)
         return
 
-    if (
-        key not in keys.names()
-        and key.startswith("algorithm.")
-        and (texts := describe(key.removeprefix("algorithm.")))
-    ):
+    if key not in keys.names() and (texts := describe(key.removeprefix("algorithm."))):
         print("\n\n".join(texts))
         return
 

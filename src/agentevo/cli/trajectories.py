@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from agentevo.data import RowReport
     from agentevo.runs.folder.sft_export import ReadAnswer
     from agentevo.store import Store, TrajectorySummary
-    from agentevo.types import Trajectory
+    from agentevo.types import Task, Trajectory
 
 PAGE_OPTIONS = ("step", "every", "per_step", "out", "overwrite")
 MOST = 1_000_000_000
@@ -118,18 +118,21 @@ def show(
     from rich.console import Console
 
     from agentevo.observability import render_trajectory
+    from agentevo.observability.static_attempt import read_task
     from agentevo.runs.folder.run_folder import read_store, token_texts
 
-    async def work(store: Store) -> tuple[Trajectory, str]:
+    async def work(store: Store) -> tuple[Trajectory, str, Task | None]:
         summaries = await store.summaries()
         which = "best" if best else "worst" if worst else "last"
         name = _choose(summaries, trajectory_id, which, run_dir)
         step = next(summary.trained_step for summary in summaries if summary.id == name)
-        return await store.trajectory(name), await _credit_of(store, step)
+        trajectory = await store.trajectory(name)
+        credit = await _credit_of(store, step)
+        return trajectory, credit, await read_task(store, trajectory)
 
-    trajectory, credit = read_store(run_dir, work, wait_s=wait)
+    trajectory, credit, task = read_store(run_dir, work, wait_s=wait)
     decode = token_texts(run_dir) or (lambda token: f"<{token}>")
-    Console().print(render_trajectory(trajectory, decode, credit))
+    Console().print(render_trajectory(trajectory, decode, credit, task))
 
     if files is not None:
         _write_files(trajectory, files)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentevo.errors import ConfigError
 from agentevo.observability.metrics import MetricsRow, read_metrics
@@ -27,7 +27,7 @@ from agentevo.runtime.event_loop import in_thread
 from agentevo.runtime.files import must_write, write_atomic
 from agentevo.runtime.parsing import ParseError, parse_yaml, read_text
 from agentevo.runtime.paths import short
-from agentevo.types import Trajectory
+from agentevo.types import Task, Trajectory
 
 if TYPE_CHECKING:
     from agentevo.observability.live import LiveView
@@ -38,6 +38,7 @@ DEADLINE_S = 300.0
 MAX_ATTEMPTS_OF_STEP = 1_000
 NO_CALLS: Mapping[str, Sequence[StoredCall]] = MappingProxyType({})
 NO_IMAGES: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+NO_TASKS: Mapping[str, Task] = MappingProxyType({})
 REMEDY = "make room there, or make it writable, and write it again with `agentevo report`"
 
 
@@ -50,12 +51,14 @@ def write_report(
     decode: Decode | None = None,
     calls: Mapping[str, Sequence[StoredCall]] = NO_CALLS,
     images: Mapping[str, Mapping[str, str]] = NO_IMAGES,
+    *,
+    tasks: Mapping[str, Task] = NO_TASKS,
 ) -> Path:
     """Writes `report.html`, draws `plots/*.png` next to it, and returns the page's path.
 
     `trajectories` are (caption, trajectory) pairs from `sample_trajectories`. `calls` and `images`
-    are the calls and the images (see `read_images`) of each by its id. Without `decode`, tokens are
-    shown as ids.
+    are the calls and the images (see `read_images`) of each by its id, and `tasks` are their tasks
+    by id. Without `decode`, tokens are shown as ids.
     """
     from agentevo.observability.report_page import report_html
     from agentevo.observability.static_attempt import still_attempt
@@ -69,6 +72,7 @@ def write_report(
             caption=caption,
             anchor=f"a{number}-",
             images=images.get(trajectory.id, {}),
+            task=tasks.get(trajectory.task_id),
         )
         for number, (caption, trajectory) in enumerate(trajectories)
     ]
@@ -114,12 +118,22 @@ def report_from_run(run_dir: Path | str, decode: Decode | None = None) -> Path:
     )
 
     with ThreadPoolExecutor(1) as thread:
-        trajectories, calls, images = thread.submit(
+        samples = thread.submit(
             asyncio.run, _read_samples(run_dir, (config.get("store") or {}).get("url"))
         ).result()
 
     rows = read_metrics(run_dir / "metrics.jsonl")
-    return write_report(run_dir, rows, summary, config_yaml, trajectories, decode, calls, images)
+    return write_report(
+        run_dir,
+        rows,
+        summary,
+        config_yaml,
+        samples.attempts,
+        decode,
+        samples.calls,
+        samples.images,
+        tasks=samples.tasks,
+    )
 
 
 async def report_at_end(run_dir: Path, decode: Decode, view: LiveView) -> None:
@@ -155,16 +169,23 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
     return text, config
 
 
-async def _read_samples(
-    run_dir: Path, url: str | None
-) -> tuple[list[tuple[str, Trajectory]], dict[str, list[StoredCall]], dict[str, dict[str, str]]]:
-    """The choice of `sample_trajectories`, and the calls and the images of each by its id."""
+class _Samples(NamedTuple):
+    """The choice of `sample_trajectories`, the calls and the images of each by its id, and their
+    tasks by id."""
+
+    attempts: list[tuple[str, Trajectory]]
+    calls: dict[str, list[StoredCall]]
+    images: dict[str, dict[str, str]]
+    tasks: dict[str, Task]
+
+
+async def _read_samples(run_dir: Path, url: str | None) -> _Samples:
     from agentevo.observability.attempt_view import MAX_CALLS
-    from agentevo.observability.static_attempt import read_images
+    from agentevo.observability.static_attempt import read_images, read_task
     from agentevo.store import open_store
 
     if url is None and not (run_dir / "store.sqlite").is_file():
-        return [], {}, {}
+        return _Samples([], {}, {}, {})
 
     async with await open_store(
         url or f"sqlite:///{run_dir / 'store.sqlite'}", read_only=True
@@ -177,7 +198,8 @@ async def _read_samples(
             for _, trajectory in chosen
         }
         images = {trajectory.id: await read_images(store, trajectory) for _, trajectory in chosen}
-        return chosen, calls, images
+        tasks = [await read_task(store, trajectory) for _, trajectory in chosen]
+        return _Samples(chosen, calls, images, {task.id: task for task in tasks if task})
 
 
 async def sample_trajectories(store: Store) -> list[tuple[str, Trajectory]]:

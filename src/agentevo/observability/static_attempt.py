@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from agentevo.data.images import data_url
-from agentevo.errors import ImageError, UnusableStoreError
+from agentevo.errors import ImageError, StoreError, UnusableStoreError
 from agentevo.observability.attempt_tokens import Training, TurnTokens, tokens_part
 from agentevo.observability.attempt_view import (
     NO_IMAGES,
@@ -22,10 +22,10 @@ from agentevo.observability.attempt_view import (
     verdicts,
 )
 from agentevo.observability.pages.grid_worlds import WorldPiece
-from agentevo.observability.trajectory_view import MAX_FILES, Decode, outcome
+from agentevo.observability.trajectory_view import MAX_FILES, Decode, expected_answer, outcome
 from agentevo.store import Store
 from agentevo.store.calls import StoredCall
-from agentevo.types import RemoteTurn, Trajectory
+from agentevo.types import RemoteTurn, Task, Trajectory
 from agentevo.types.images import images_of_trajectory
 
 SHOWN_TOKENS = 3_000
@@ -51,6 +51,8 @@ class StillAttempt(NamedTuple):
     """The prefix of its turns' ids, so that a page can have several attempts."""
     trajectory: Trajectory
     outcome: str
+    answer: str
+    """The expected answer, in words. Empty if there is none, or if it is not known."""
     part: ShownPart
     tokens: ShownTokens
     can_decode: bool
@@ -84,6 +86,15 @@ async def read_images(store: Store, trajectory: Trajectory) -> dict[str, str]:
     return images
 
 
+async def read_task(store: Store, trajectory: Trajectory) -> Task | None:
+    """The attempt's task. None if the store does not have it: a program with its own loop may store
+    no tasks."""
+    try:
+        return await store.task(trajectory.task_id)
+    except StoreError:
+        return None
+
+
 def still_attempt(
     trajectory: Trajectory,
     calls: Sequence[StoredCall] = (),
@@ -92,6 +103,7 @@ def still_attempt(
     caption: str = "",
     anchor: str = "",
     images: Mapping[str, str] = NO_IMAGES,
+    task: Task | None = None,
 ) -> StillAttempt:
     """`calls`: the attempt's recorded calls. Without `decode`, tokens are shown as ids. `images`:
     see `read_images`."""
@@ -107,6 +119,7 @@ def still_attempt(
         anchor=anchor,
         trajectory=trajectory,
         outcome=outcome(trajectory),
+        answer="" if task is None else expected_answer(task),
         part=part_of(trajectory, calls, most=SHOWN_TURNS, images=images),
         tokens=ShownTokens(turn_tokens, trajectory.num_completion_tokens() - shown),
         can_decode=decode is not None,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from agentevo.errors import ConfigError
 from agentevo.observability.attempt_view import MAX_CALLS
 from agentevo.observability.pages.static_page import render_still
-from agentevo.observability.static_attempt import read_images, still_attempt
+from agentevo.observability.static_attempt import read_images, read_task, still_attempt
 from agentevo.observability.trajectory_view import Decode
 from agentevo.runtime.files import must_write, write_atomic
 from agentevo.store import Store, TrajectorySummary
@@ -126,7 +126,13 @@ async def write_pages(
                 ]
                 trajectory = await store.trajectory(summary.id)
                 images = await read_images(store, trajectory)
-                shown = still_attempt(trajectory, calls, decode, images=images)
+                shown = still_attempt(
+                    trajectory,
+                    calls,
+                    decode,
+                    images=images,
+                    task=await read_task(store, trajectory),
+                )
                 page = render_still(
                     "trajectory.html",
                     a=shown,

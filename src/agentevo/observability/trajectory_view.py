@@ -8,11 +8,13 @@ completion always comes from its ids, because the trainer uses those.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from agentevo.types import ImagePart, Message, RemoteTurn, TextPart, Trajectory, Turn
+from agentevo.observability.tracing.texts import shorten_middle
+from agentevo.types import ImagePart, Message, RemoteTurn, Task, TextPart, Trajectory, Turn
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -26,6 +28,8 @@ LEVELS = ((0.9, "certain"), (0.5, "likely"), (0.2, "open"), (0.05, "unlikely"), 
 STYLES = ("default", "green", "cyan", "yellow", "bold red")
 MAX_FILES = 50
 """The maximum number of stored files that are listed."""
+MAX_ANSWER = 2_000
+"""The maximum number of characters of an expected answer."""
 ROLE_STYLES = {"system": "magenta", "user": "blue", "tool": "magenta", "assistant": "green"}
 
 
@@ -147,6 +151,15 @@ def remote_facts(turn: RemoteTurn) -> str:
     )
 
 
+def expected_answer(task: Task) -> str:
+    """`expected answer: 42`, and an answer that is no text as JSON. Empty if the task has none."""
+    if task.answer is None:
+        return ""
+    is_text = isinstance(task.answer, str)
+    answer = task.answer if is_text else json.dumps(task.answer, ensure_ascii=False, default=str)
+    return f"expected answer: {visible(shorten_middle(answer, MAX_ANSWER))}"
+
+
 def file_lines(trajectory: Trajectory) -> list[str]:
     """`out/table.csv, 1,234 bytes` for each stored file, at most 50."""
     lines = [f"{visible(path)}, {len(file):,} bytes" for path, file in trajectory.files.items()]
@@ -196,9 +209,11 @@ class TokenLines:
             yield bottom
 
 
-def render_trajectory(trajectory: Trajectory, decode: Decode, credit: str = "") -> RenderableType:
+def render_trajectory(
+    trajectory: Trajectory, decode: Decode, credit: str = "", task: Task | None = None
+) -> RenderableType:
     """The whole trajectory as a renderable for `rich.console.Console.print`. `credit`: the credit
-    of its turns, in words.
+    of its turns, in words. `task`: its task, whose expected answer is shown.
 
     Each turn has the new part of the prompt, the completion's tokens above their log-probs (natural
     log), then the turn's reward, finish reason and policy version. The turns of remote models
@@ -214,6 +229,7 @@ def render_trajectory(trajectory: Trajectory, decode: Decode, credit: str = "") 
             f"task {trajectory.task_id}, group {trajectory.group_id}, attempt {trajectory.attempt}",
             "dim",
         ),
+        *([Text(answer, "dim")] if task is not None and (answer := expected_answer(task)) else []),
         Text(
             outcome(trajectory),
             "green" if trajectory.success else "red" if trajectory.status == "failed" else "yellow",
