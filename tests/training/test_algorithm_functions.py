@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 import agentevo
 from agentevo.algorithms.advantage_inputs import AdvantageTables
@@ -271,7 +272,7 @@ def test_a_run_names_the_users_loss():
     algorithm = {"loss_function": "test_clip"}
     parts = SimpleNamespace(
         config=build_config({"environment": {"type": "coins"}, "algorithm": algorithm}),
-        model=SimpleNamespace(device=torch.device("cpu")),
+        model=SimpleNamespace(device=torch.device("cpu"), config=PretrainedConfig()),
         tasks=SimpleNamespace(shortfall=lambda: ""),
     )
     assert "loss: your function test_clip" in training_notes(parts, "train")

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from transformers import PretrainedConfig
 
 from agentevo.config import build_config
 from agentevo.runs.orchestration.trainers import rounding_notes, training_notes
@@ -21,10 +22,20 @@ from agentevo.runs.orchestration.trainers import rounding_notes, training_notes
 def test_bfloat16_is_asked_for_on_an_accelerator(device, dtype, name, advised):
     model = {"name": name, "dtype": dtype}
     config = build_config({"environment": {"type": "coins"}, "model": model})
-    placed = SimpleNamespace(device=SimpleNamespace(type=device))
+    placed = SimpleNamespace(device=SimpleNamespace(type=device), config=PretrainedConfig())
     tasks = SimpleNamespace(shortfall=lambda: None)
     notes = training_notes(SimpleNamespace(config=config, model=placed, tasks=tasks), "train")
     assert any("set model.dtype=bfloat16" in note for note in notes) is advised
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_router_s_loss_that_is_not_added_is_named(asks):
+    config = build_config({"environment": {"type": "coins"}, "model": {"name": "tiny"}})
+    router = PretrainedConfig(output_router_logits=asks, router_aux_loss_coef=0.02)
+    model = SimpleNamespace(device=SimpleNamespace(type="cpu"), config=router)
+    tasks = SimpleNamespace(shortfall=lambda: None)
+    notes = training_notes(SimpleNamespace(config=config, model=model, tasks=tasks), "train")
+    assert any("output_router_logits" in note for note in notes) is asks
 
 
 ROUNDS = {"type": "vllm", "options": {"quantization": "fp8", "kv_cache_dtype": "fp8"}}

@@ -13,6 +13,7 @@ from agentevo.config.parallel import world_size
 from agentevo.inference.engines import rounding_options
 from agentevo.models.compute.adapters import num_parameters
 from agentevo.models.compute.rows import describe_rows
+from agentevo.models.token_rows import causal_model
 from agentevo.runs.folder.creation import RunCommand
 from agentevo.runs.orchestration.batch_sources import BatchSource, GivenPairs, RolloutBatches
 from agentevo.runs.orchestration.components import Components
@@ -134,8 +135,8 @@ def opening_notes(config: RunConfig, command: RunCommand) -> list[str]:
 
 def training_notes(parts: Components, command: RunCommand) -> list[str]:
     """Lines about the training before its first step: what determines the value of each turn, why
-    the model computes rows, the user's loss, how much of the model is trained, a number format that
-    is slow on an accelerator, and missing tasks."""
+    the model computes rows, the user's loss, how much of the model is trained, a router's loss that
+    is not added, a number format that is slow on an accelerator, and missing tasks."""
     notes = [f"credit: {parts.config.credit_rule}"]
     if description := describe_rows(parts.model):
         notes.append(f"the model computes {description}")
@@ -145,6 +146,13 @@ def training_notes(parts: Components, command: RunCommand) -> list[str]:
         trained, total = num_parameters(parts.model)
         share = f"{trained:,} of {total:,} parameters ({trained / total:.1%})"
         notes.append(f"training adapters: {share}")
+
+    text_config = causal_model(parts.model).config.get_text_config()
+    if getattr(text_config, "output_router_logits", False):
+        notes.append(
+            "the model's config.json asks for a load-balancing loss of its router "
+            "(output_router_logits=true), and training adds none"
+        )
 
     device = parts.model.device
     model = parts.config.model
