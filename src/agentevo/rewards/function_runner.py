@@ -2,8 +2,8 @@
 assertions on it, and writes each result.
 
 It reads {"code", "setup", "function", "calls", "asserts", "limit_s", "mark"} as JSON on stdin. For
-each call or assertion, it writes a line `MARK {"index", "value"}` or `MARK {"index", "error"}` to its
-original stdout. If the setup or the code itself raises an exception, the only line is `MARK
+each call or assertion, it writes a line `MARK {"index", "value"}` or `MARK {"index", "error"}` to
+its original stdout. If the setup or the code itself raises an exception, the only line is `MARK
 {"failed": "setup", "error"}` or `MARK {"failed": "code", "error"}`. The output of the code is
 discarded. The values are compared outside, where the code has no access.
 """
