@@ -100,6 +100,7 @@ def test_a_count_is_told_from_a_size_and_a_word_from_its_other_meaning(override,
         ("actor.state_masking=true", "Search-R1's actor.state_masking is not needed here"),
         ("trainer.nnodes=2", "agentevo launch --set trainer_nodes=2"),
         ("ptx_coef=0.05", "OpenRLHF's ptx_coef has no counterpart here"),
+        ("reward_manager.source=register", "rewards here: your own function by import"),
         ("muon.lr=0.02", "OpenRLHF's muon.lr has no counterpart here"),
         ("router_aux_loss_coef=0.1", "TRL's router_aux_loss_coef has no counterpart here"),
         ("actor.megatron.recompute_method=full", "verl's actor.megatron.* has no counterpart"),
@@ -215,8 +216,12 @@ def test_every_system_has_its_table_and_no_key_of_it_twice():
         assert translations(probe), peer.key
 
 
-def test_our_keys_in_remarks_exist_and_values_are_of_our_keys():
+def test_our_keys_exist_in_tables_and_remarks_and_values_are_of_our_keys():
     known = set(config_keys().names())
+    for peer in peer_keys():
+        for key in peer.our_keys:
+            assert key in known or " " in key, (peer.key, key)
+
     theirs = {peer.key for peer in peer_keys()}
     sections = "|".join(RunConfig.model_fields)
     for remark in [peer.remark for peer in peer_keys()] + [value.remark for value in peer_values()]:
