@@ -261,7 +261,7 @@ def _lines(path: Path, kind: type[T]) -> Iterator[T]:
     """The complete lines of a log."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:
-            with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            with suppress(msgspec.MsgspecError):
                 yield decode_json(line, kind)
 
 
