@@ -34,6 +34,7 @@ from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from agentevo.errors import describe_error
 from agentevo.inference.serving.http_server import is_own_host
 from agentevo.runtime.console import to_stderr
 
@@ -279,8 +280,8 @@ class AccessGuard:
         # the deadline above has passed; the application's own timeouts have answers of their own
         except TimeoutError:
             to_stderr(f"ui: {scope['path']}: no complete answer within {ANSWER_TIMEOUT_S:g} s")
-        except Exception:  # noqa: BLE001 (app.py has reported and answered it)
-            pass
+        except Exception as error:  # noqa: BLE001 (the failure of one page ends no other)
+            to_stderr(f"ui: {scope['path']}: {describe_error(error)}")
         finally:
             if connection is not None:
                 connection.leave()

@@ -12,10 +12,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 import agentevo
-from agentevo.errors import AgentEvoError, describe_error
+from agentevo.errors import AgentEvoError
 from agentevo.observability.pages import assets
 from agentevo.runs.folder.sources import Sources
-from agentevo.runtime.console import to_stderr
 from agentevo_ui import (
     attempt_page,
     attempts_page,
@@ -145,6 +144,6 @@ async def _http(request: Request, error: Exception) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    to_stderr(f"ui: {request.url.path}: {describe_error(error)}")
+    # the guard, to which Starlette passes the exception on, reports it
     text = "This page failed. The terminal of `agentevo ui` shows the reason."
     return _problem(request, 500, "Something is wrong here", text)

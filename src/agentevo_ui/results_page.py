@@ -4,7 +4,6 @@ and no symbolic links."""
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from agentevo.runs.evaluation.estimates import Estimate, paired_difference
 from agentevo.runs.evaluation.results import RESULTS, SETTINGS, SUMMARY, AttemptLine, ResultsFolder
 from agentevo.runs.evaluation.summary import summarise
 from agentevo.runtime.event_loop import in_thread
+from agentevo.runtime.parsing import parse_json
 from agentevo_ui.context import NotFoundError, dashboard, page
 
 router = APIRouter()
@@ -212,7 +212,7 @@ def _summary(folder: Path) -> dict[str, Any] | None:
     """The content of summary.json. None before the evaluation ends. Raises ConfigError for a
     damaged file."""
     try:
-        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        summary = parse_json((folder / SUMMARY).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -22,6 +22,8 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from agentevo.errors import describe_error
+from agentevo.runtime.console import to_stderr
 from agentevo_ui.access import Visitor
 from agentevo_ui.run_watcher import Watcher
 
@@ -122,9 +124,10 @@ class SharedAnswers:
         try:
             async with asyncio.timeout(MADE_S):
                 await compressing(inner_scope, _nothing_more(), collect)
-        except Exception:
+        except Exception as error:
             if not messages or messages[-1].get("more_body", True):
-                raise  # else app.py has reported the error, and answered
+                raise  # each request reports it, and has no answer
+            to_stderr(f"ui: {scope['path']}: {describe_error(error)}")
 
         return messages
 

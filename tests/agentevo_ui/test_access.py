@@ -85,18 +85,27 @@ def test_every_answer_has_the_headers_that_protect_it(tmp_path: Path) -> None:
         assert headers["cache-control"] == "no-store"
 
 
+def test_a_failure_outside_of_the_pages_is_reported(tmp_path: Path, capsys) -> None:
+    async def broken(*_: object) -> None:
+        raise RuntimeError("no such thing")
+
+    asyncio.run(ask_guarded(broken))
+    assert "ui: /runs/x: RuntimeError: no such thing" in capsys.readouterr().err
+
+
+async def ask_guarded(app: ASGIApp) -> None:
+    """Asks for a page of an application that never begins its answer."""
+    transport = httpx.ASGITransport(app=AccessGuard(app, Access(token=TOKEN)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost:1") as client:
+        cookie = (await client.get(f"/?token={TOKEN}")).headers["set-cookie"]
+        with pytest.raises(AssertionError):  # httpx's word for an answer that never began
+            await client.get("/runs/x", headers={"cookie": cookie.partition(";")[0]})
+
+
 def test_an_answer_that_takes_too_long_is_told_of(tmp_path: Path, capsys, monkeypatch) -> None:
     async def never(*_: object) -> None:
         await asyncio.sleep(60)
 
-    async def asked() -> None:
-        access = Access(token=TOKEN)
-        transport = httpx.ASGITransport(app=AccessGuard(never, access))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost:1") as client:
-            cookie = (await client.get(f"/?token={TOKEN}")).headers["set-cookie"]
-            with pytest.raises(AssertionError):  # httpx's word for an answer that never began
-                await client.get("/runs/x", headers={"cookie": cookie.partition(";")[0]})
-
     monkeypatch.setattr("agentevo_ui.access.ANSWER_TIMEOUT_S", 0.05)
-    asyncio.run(asked())
+    asyncio.run(ask_guarded(never))
     assert "ui: /runs/x: no complete answer within 0.05 s" in capsys.readouterr().err

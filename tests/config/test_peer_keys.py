@@ -45,6 +45,9 @@ def refusal(*overrides):
         ("actor_rollout_ref.rollout.n_agent=5", "rollout.n_agent is trainer.group_size here"),
         ("gconfig.n_samples=4", "AReaL's gconfig.n_samples is trainer.group_size here"),
         ("pretrain=x", "OpenRLHF's pretrain is model.name here"),
+        ("critic.optim.betas=[0.9, 0.99]", "RAGEN's critic.optim.betas is trainer.betas here"),
+        ("ds.lora.rank=8", "OpenRLHF's ds.lora.rank is model.lora.rank here"),
+        ("vf_coef=0.1", "TRL's vf_coef is critic.coef here"),
         ("save_interval=100", "other systems' save_interval is checkpoint.every here"),
         ("actor.foo=1", "unknown key"),
         ("trainer.temperature=1", "unknown key; did you mean sampling.temperature?"),
@@ -70,6 +73,9 @@ def test_a_key_of_another_system_is_answered_with_ours(override, hint):
         ("warmup_ratio=0.1", "trainer.warmup_steps here: theirs is a share of all steps"),
         ("ref_model_mixup_alpha=0.6", "1 - alpha"),
         ("epsilon=0.2", "TRL's epsilon is algorithm.clip_low here"),
+        ("train.batch_size=128", "OpenRLHF's train.batch_size is trainer.minibatches here: theirs"),
+        ("algo.kl.init_coef=0.01", "is algorithm.kl_coef here: with algorithm.kl_in=reward"),
+        ("dataset=x", "tasks.train, data.train here: tasks to be rewarded for, or conversations"),
         ("beta=0.04", "algorithm.kl_coef here: in GRPO and RLOO; DPO's beta is algorithm.beta"),
         ("episodes=1000", "trainer.steps here: a step plays trainer.groups_per_step x"),
         ("agent.max_steps=5", "is agent.max_turns here"),
@@ -94,6 +100,9 @@ def test_a_count_is_told_from_a_size_and_a_word_from_its_other_meaning(override,
         ("actor.state_masking=true", "Search-R1's actor.state_masking is not needed here"),
         ("trainer.nnodes=2", "agentevo launch --set trainer_nodes=2"),
         ("ptx_coef=0.05", "OpenRLHF's ptx_coef has no counterpart here"),
+        ("reward_manager.source=register", "rewards here: your own function by import"),
+        ("muon.lr=0.02", "OpenRLHF's muon.lr has no counterpart here"),
+        ("router_aux_loss_coef=0.1", "TRL's router_aux_loss_coef has no counterpart here"),
         ("actor.megatron.recompute_method=full", "verl's actor.megatron.* has no counterpart"),
         ("training.foo=1", "RAGEN's training.* has no counterpart here"),
         ("distributed=true", "torchrun --nproc-per-node"),
@@ -207,8 +216,12 @@ def test_every_system_has_its_table_and_no_key_of_it_twice():
         assert translations(probe), peer.key
 
 
-def test_our_keys_in_remarks_exist_and_values_are_of_our_keys():
+def test_our_keys_exist_in_tables_and_remarks_and_values_are_of_our_keys():
     known = set(config_keys().names())
+    for peer in peer_keys():
+        for key in peer.our_keys:
+            assert key in known or " " in key, (peer.key, key)
+
     theirs = {peer.key for peer in peer_keys()}
     sections = "|".join(RunConfig.model_fields)
     for remark in [peer.remark for peer in peer_keys()] + [value.remark for value in peer_values()]:

@@ -128,6 +128,62 @@ def test_code_that_wants_to_be_judged_otherwise_gets_nothing():
     ]
 
 
+@pytest.mark.parametrize(
+    ("task", "code", "reason"),
+    [
+        (task_of(CALLS), "def add(a, b):\n    return a + c", "test 1: NameError: name 'c' is not"),
+        (task_of(CALLS), "import nothing", "code: ModuleNotFoundError: No module named 'nothing'"),
+        (task_of(CALLS), "def add(a, b:", "code: SyntaxError: '(' was never closed"),
+        (task_of(CALLS), "def add(a, b):\n    return a - b", ""),
+        (task_of(CALLS), "def add(a, b):\n    return {1}", "test 1: TypeError: Object of type set"),
+        (task_of(CALLS), "import os\nos._exit(3)", "exit code 3"),
+        (task_of(test_list=ASSERTS), "def add(a, b):\n    return 3", "test 2: AssertionError"),
+        (task_of(SUMS), "print(1 / 0)", "test 1: ZeroDivisionError: division by zero"),
+        (
+            task_of(CALLS),
+            "class Odd(Exception):\n    def __str__(self):\n        raise self\nraise Odd",
+            "code: an exception that can't be shown",
+        ),
+    ],
+)
+def test_a_reason_says_what_the_code_raised(task, code, reason, reasons):
+    assert rewards_of([BODY.format(code)], task) == [0.0]
+    (text,) = reasons
+    assert f"; {reason}" in text if reason else ";" not in text
+
+
+@pytest.fixture
+def reasons(monkeypatch):
+    """The reasons of all scores, in their order."""
+    texts = []
+    score = CodeTestsReward.score
+
+    async def score_and_note(self, trajectory, task, sandboxes):
+        result = await score(self, trajectory, task, sandboxes)
+        texts.append(result.reason)
+        return result
+
+    monkeypatch.setattr(CodeTestsReward, "score", score_and_note)
+    return texts
+
+
+@pytest.mark.parametrize("setup", ["import nothing", "def (", "raise SystemExit"])
+def test_a_setup_that_raises_is_a_failed_score_and_no_zero(setup):
+    task = task_of(test_list=ASSERTS, test_setup_code=setup)
+    (attempt,) = judged([ADDS], task)
+    assert (attempt.status, attempt.reward) == ("failed", 0.0)
+    assert "the tests of the task 't' can't run: its test_setup_code raised" in attempt.error
+
+
+def test_code_can_not_say_that_the_setup_raised():
+    forged = (
+        "import sys\nframe = sys._getframe()\n"
+        "while 'write' not in frame.f_locals: frame = frame.f_back\n"
+        'frame.f_locals["write"](\'{"failed": "setup", "error": "x"}\')'
+    )
+    assert rewards_of([BODY.format(forged)], task_of(CALLS)) == [0.0]
+
+
 def test_a_program_meets_a_fresh_interpreter_and_no_right_answer():
     own = "[name for name in os.listdir('.') if name[0] != '.']"
     looks = f"import os\nprint({own}, 'kept' in globals())\nkept = 1"

@@ -117,7 +117,7 @@ def read(folder: Path) -> CheckpointManifest:
 
     try:
         manifest = decode_json(content, CheckpointManifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
         raise TornError(f"{path} is torn ({error}): resume from an older checkpoint") from error
 
     if content != _encode(manifest) or manifest.sha256 != _sha256(

@@ -44,6 +44,8 @@ KEYS = ("tests", "test_list", "test_cases", "input_output", "public_test_cases",
 """The columns for tests, in the order of the search. If none of them has tests, the task's answer
 is read."""
 TOLERANCE = 1e-6
+LONGEST_ERROR = 200
+"""The maximum number of characters of an error in the reason of a score."""
 
 
 @dataclass(frozen=True)
@@ -246,15 +248,15 @@ def check_result(ran: ProgramRun) -> None:
         raise SandboxError(f"the sandbox was lost: {ran.error and ran.error.message}")
 
 
-async def run_program(sandbox: Sandbox, program: bytes, spec: Any, limit_s: float) -> str:
-    """What a program of ours writes to stdout. It runs in the sandbox, for at most `limit_s`, and
-    reads `spec` as JSON on stdin."""
+async def run_program(sandbox: Sandbox, program: bytes, spec: Any, limit_s: float) -> ProgramRun:
+    """Runs a program of ours in the sandbox, for at most `limit_s`. It reads `spec` as JSON on
+    stdin."""
     await sandbox.write_file("runner.py", program)
     ran = await sandbox.execute(
         ["python", "runner.py"], stdin=json.dumps(spec).encode(), deadline_s=limit_s
     )
     check_result(ran)
-    return ran.stdout
+    return ran
 
 
 class CodeTestsConfig(RewardConfig):
@@ -318,12 +320,31 @@ class CodeTestsReward:
 
         async with sandboxes.open() as sandbox:
             work = _Testing(sandbox, code, config)
-            num_passed = await (work.programs(tests) if tests.pairs else work.functions(tests))
+            result = await (work.programs(tests) if tests.pairs else work.functions(tests))
 
-        share = num_passed / tests.number
-        value = share if config.partial else float(num_passed == tests.number)
-        reason = f"{num_passed} of {tests.number} tests passed"
+        if result.setup_error:
+            raise ValueError(
+                f"the tests of the task {task.id!r} can't run: its test_setup_code raised "
+                f"{result.setup_error}"
+            )
+
+        share = result.num_passed / tests.number
+        value = share if config.partial else float(result.num_passed == tests.number)
+        reason = f"{result.num_passed} of {tests.number} tests passed"
+        if result.problem:
+            reason += f"; {result.problem}"
         return Score(value, success=share == 1, reason=reason)
+
+
+@dataclass(frozen=True)
+class _TestResult:
+    """The result of a task's tests."""
+
+    num_passed: int
+    problem: str = ""
+    """What the code raised first, for people."""
+    setup_error: str = ""
+    """What the task's own setup raised."""
 
 
 class _Testing:
@@ -338,11 +359,12 @@ class _Testing:
     def _left_s(self, most: float) -> float:
         return min(most, self._ends - time.monotonic())
 
-    async def programs(self, tests: CodeTests) -> int:
-        """The number of inputs with the right output."""
+    async def programs(self, tests: CodeTests) -> _TestResult:
+        """Counts the inputs with the right output."""
         num_passed = 0
+        problem = ""
         is_written = False
-        for stdin_text, right in tests.pairs:
+        for index, (stdin_text, right) in enumerate(tests.pairs):
             remaining_s = self._left_s(self._config.test_timeout_s)
             if remaining_s <= 0:
                 break
@@ -358,14 +380,16 @@ class _Testing:
             is_written = not ran.files_lost
             is_right = ran.exit_code == 0 and await in_thread(is_right_output, ran.stdout, right)
             num_passed += is_right
+            if not problem and (ended_by := _describe_end(ran)):
+                problem = f"test {index + 1}: {ended_by}"
 
             if not (is_right or self._config.partial):
                 break
 
-        return num_passed
+        return _TestResult(num_passed, problem)
 
-    async def functions(self, tests: CodeTests) -> int:
-        """The number of calls with the right value, or of assertions that hold."""
+    async def functions(self, tests: CodeTests) -> _TestResult:
+        """Counts the calls with the right value, or the assertions that hold."""
         mark = secrets.token_hex(16)
         spec: dict[str, Any] = {
             "code": self._code.decode(),
@@ -377,26 +401,52 @@ class _Testing:
             "mark": mark,
         }
         limit_s = self._left_s(self._config.tests_timeout_s)
-        stdout = await run_program(self._sandbox, RUNNER.read_bytes(), spec, limit_s)
-        results = await in_thread(_values, stdout, mark)
+        ran = await run_program(self._sandbox, RUNNER.read_bytes(), spec, limit_s)
+        values, errors = await in_thread(_read_results, ran.stdout, mark)
+        # without a setup, only the code can have written that line
+        if tests.setup and "setup" in errors:
+            return _TestResult(0, setup_error=errors["setup"])
+
         if tests.asserts:
-            return sum(results.get(index) is True for index in range(tests.number))
+            num_passed = sum(values.get(index) is True for index in range(tests.number))
+        else:
+            num_passed = sum(
+                index in values and is_right_value(values[index], right)
+                for index, (_, right) in enumerate(tests.calls)
+            )
 
-        return sum(
-            index in results and is_right_value(results[index], right)
-            for index, (_, right) in enumerate(tests.calls)
-        )
+        if num_passed == tests.number:
+            return _TestResult(num_passed)
+        problem = next((f"{place}: {error}" for place, error in errors.items()), "")
+        return _TestResult(num_passed, problem or _describe_end(ran))
 
 
-def _values(stdout: str, mark: str) -> dict[int, Any]:
-    """Maps the index of each test to the value that the runner wrote."""
+def _describe_end(ran: ProgramRun) -> str:
+    """Why a program failed: the limit that ended it, or the last line of its traceback. Empty for a
+    program that ended without an error."""
+    if ran.error is not None:
+        return ran.error.message
+    if ran.exit_code == 0:
+        return ""
+    last_line = ran.stderr.rstrip().rpartition("\n")[2][:LONGEST_ERROR]
+    return last_line or f"exit code {ran.exit_code}"
+
+
+def _read_results(stdout: str, mark: str) -> tuple[dict[int, Any], dict[str, str]]:
+    """What the runner wrote: the value of each test by its index, and the errors in their order by
+    their place, such as `code` or `test 2`."""
     values: dict[int, Any] = {}
+    errors: dict[str, str] = {}
     for line in stdout.split("\n"):
         if line.startswith(f"{mark} "):
             try:
                 result = msgspec.json.decode(line[len(mark) :])
-                values[result["index"]] = result["value"]
-            except (msgspec.MsgspecError, LookupError, TypeError, RecursionError):
+                if "error" in result:
+                    place = result.get("failed") or f"test {result['index'] + 1}"
+                    errors[place] = str(result["error"])[:LONGEST_ERROR]
+                else:
+                    values[result["index"]] = result["value"]
+            except (msgspec.MsgspecError, LookupError, TypeError, RecursionError, AttributeError):
                 continue
 
-    return values
+    return values, errors

@@ -9,7 +9,6 @@ when the first attempt is scored.
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -23,6 +22,7 @@ from agentevo.errors import ConfigError, ModelError
 from agentevo.rewards.reward import RewardConfig, Score, reward, text_of
 from agentevo.runtime.device_names import DeviceName
 from agentevo.runtime.event_loop import in_thread
+from agentevo.runtime.parsing import parse_json
 from agentevo.types import Message, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ def check_classifier(name: str) -> None:
         )
 
     try:
-        kinds = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
+        kinds = parse_json((path / "config.json").read_text(encoding="utf-8"))["architectures"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"reward_model.model: {name} has no config.json that names a model: give the folder of "

@@ -128,9 +128,9 @@ class SqliteState:
                     await sandbox.write_file(f"world.db{ending}", content)
 
             program = RUNNER.read_bytes()
-            stdout = await run_program(sandbox, program, spec, self.config.queries_timeout_s)
+            ran = await run_program(sandbox, program, spec, self.config.queries_timeout_s)
 
-        results = _read_results(stdout, len(expected))
+        results = _read_results(ran.stdout, len(expected))
         right = sum(_rows_match(rows, item) for rows, item in zip(results, expected, strict=True))
         share = right / len(expected)
         return Score(share if self.config.partial else float(share == 1.0), success=share == 1.0)

@@ -18,11 +18,16 @@ _DECODERS: dict[Any, msgspec.json.Decoder[Any]] = {}
 
 
 def decode_json(content: bytes | str, kind: type[T]) -> T:
-    """The record of this type. Raises msgspec.MsgspecError, UnicodeDecodeError and RecursionError
-    for another content."""
+    """The record of this type. Raises msgspec.DecodeError for any other content, also for a text
+    that is not UTF-8 and for endless brackets."""
     with _LOCK:
         if kind not in _DECODERS:
             _DECODERS[kind] = msgspec.json.Decoder(kind)
         decoder: msgspec.json.Decoder[T] = _DECODERS[kind]
 
-    return decoder.decode(content)
+    try:
+        return decoder.decode(content)
+    except UnicodeError as error:
+        raise msgspec.DecodeError(f"it is not UTF-8: {error}") from None
+    except RecursionError:
+        raise msgspec.DecodeError("it is nested too deeply") from None

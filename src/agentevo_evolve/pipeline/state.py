@@ -130,7 +130,7 @@ def read_state(folder: Path) -> PipelineState:
         raise ConfigError(
             f"{folder}: there is no pipeline (no {STATE}): give its folder"
         ) from error
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
             f"{path} can't be read ({error}): restore it, or start over with overwrite=true"
         ) from error

@@ -50,6 +50,27 @@ def test_an_error_shows_the_users_lines_only(opened: OpenSandbox) -> None:
     assert "interpreter.py" not in error.traceback
 
 
+def test_output_that_is_lost_at_the_end_of_the_code_is_an_error(opened: OpenSandbox) -> None:
+    code = """
+import io, sys
+class Lossy(io.StringIO):
+    def flush(self):
+        raise OSError("the pipe is gone")
+kept = sys.stdout
+sys.stdout = Lossy()
+print("lost")
+"""
+    lost = ran(opened, code)
+    assert lost.error is not None
+    assert (lost.error.type, lost.error.message) == ("OSError", "the pipe is gone")
+    also_raised = ran(opened, "1 / 0")
+    assert also_raised.error is not None
+    assert also_raised.error.type == "ZeroDivisionError"
+
+    for code in ("sys.stdout.close()", "sys.stdout = None", "sys.stdout = kept; print(5)"):
+        assert ran(opened, f"import io\nsys.stdout = io.StringIO()\n{code}").error is None
+
+
 def test_errors_of_syntax_and_exits_leave_the_interpreter_alive(opened: OpenSandbox) -> None:
     ran(opened, "kept = 7")
     for code, kind in [

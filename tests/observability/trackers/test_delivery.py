@@ -202,7 +202,13 @@ def test_a_call_that_does_not_come_back_is_said(tmp_path: Path, monkeypatch) -> 
 
 
 def test_a_damaged_record_begins_anew(tmp_path: Path) -> None:
-    for damaged in (b"\xff{", b"[1]", b'{"heard": 3}', b'{"heard": {"id": 3, "step": "x"}}'):
+    for damaged in (
+        b"\xff{",
+        b"[1]",
+        b'{"heard": 3}',
+        b'{"heard": {"id": 3, "step": "x"}}',
+        b"[" * 100_000,
+    ):
         (tmp_path / "tracking.json").write_bytes(damaged)
         tracker = Heard(TrackerConfig(name="heard"))
         tracking, *_ = begun(tmp_path, tracker)

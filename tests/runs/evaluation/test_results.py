@@ -106,6 +106,19 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
         ResultsFolder(tmp_path / "nothing").settings()
 
 
+@pytest.mark.parametrize(
+    "content", [b"{", b"[" * 100_000, b'{"x": ' + b"[" * 100_000, b'{"id": "\xff"}', b"[]"]
+)
+def test_damaged_settings_are_refused_and_damaged_attempts_are_played_again(tmp_path, content):
+    folder = ResultsFolder(tmp_path)
+    folder.begin(settings(), TASKS)
+    (tmp_path / "trajectories.jsonl").write_bytes(content + b"\n")
+    assert folder.trajectories() == {}
+    (tmp_path / "eval.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"eval\.json (can't be read|is damaged)"):
+        folder.settings()
+
+
 def test_a_process_that_is_killed_as_it_begins_leaves_what_can_be_gone_on_with(
     tmp_path, monkeypatch
 ):

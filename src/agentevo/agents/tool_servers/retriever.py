@@ -68,7 +68,7 @@ class Retriever(Starlette):
     def _read(self, body: bytes) -> _RetrievalRequest:
         try:
             retrieval = decode_json(body, _RetrievalRequest)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except msgspec.DecodeError as error:
             example = '{"queries": ["..."], "topk": 3, "return_scores": true}'
             raise HTTPException(400, f"{error}: write {example}") from None
 

@@ -314,7 +314,7 @@ class BroadcastFiles:
     def _decode(self, path: Path, raw: bytes, kind: type[T]) -> T:
         try:
             return decode_json(raw, kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except msgspec.MsgspecError as error:
             raise EngineError(
                 f"{path} can't be read ({error}): it is torn, or another program wrote it"
             ) from error

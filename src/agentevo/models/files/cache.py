@@ -31,6 +31,7 @@ import filelock
 from agentevo.errors import ModelError
 from agentevo.models.files.known_models import GgufWheel, KnownModel
 from agentevo.runtime.files import PARTIAL, atomic_folder, cache_root, remove_leftovers
+from agentevo.runtime.parsing import parse_json
 from agentevo.runtime.progress import bar, is_shown
 
 Progress = Callable[[str], None]
@@ -61,7 +62,7 @@ def is_complete(model: KnownModel, folder: Path) -> bool:
     """Whether the folder has this model, converted by this version, with no missing or truncated
     file."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
         is_current = (
             manifest["source"] == model.source.sha256 and manifest["conversion"] == CONVERSION
         )

@@ -25,6 +25,7 @@ from agentevo.errors import describe_error
 from agentevo.observability.trackers.tracker import TrackedRow, TrackedRun, Tracker
 from agentevo.runtime.credentials import without_passwords
 from agentevo.runtime.files import write_atomic
+from agentevo.runtime.parsing import parse_json
 
 MAX_WAITING = 1000
 """The maximum number of rows that wait for a slow tracker."""
@@ -49,7 +50,7 @@ class TrackingRecord:
         self._entries: dict[str, dict[str, Any]] = {}
         if path is not None and path.is_file():
             try:
-                read = json.loads(path.read_bytes())
+                read = parse_json(path.read_bytes())
                 self._entries = {name: dict(entry) for name, entry in read.items()}
             except (OSError, ValueError, AttributeError, TypeError):
                 self._entries = {}  # without the record, a resumed run is a new run in the tracker

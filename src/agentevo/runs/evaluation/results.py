@@ -29,6 +29,7 @@ from agentevo.errors import ConfigError, describe_error
 from agentevo.runs.folder.lock import check_empty, locked_output
 from agentevo.runtime.decoding import decode_json
 from agentevo.runtime.files import must_write, sync_to_disk, write_atomic
+from agentevo.runtime.parsing import parse_json
 from agentevo.types import Status, Task, Trajectory
 
 T = TypeVar("T")
@@ -144,7 +145,7 @@ class ResultsFolder:
             raise ConfigError(f"{self.path}: there is no such folder: {remedy}")
 
         try:
-            recorded = json.loads((self.path / SETTINGS).read_text(encoding="utf-8"))
+            recorded = parse_json((self.path / SETTINGS).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(
                 f"{self.path} is not the folder of an evaluation (it has no {SETTINGS}): {remedy}"

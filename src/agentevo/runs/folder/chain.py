@@ -130,7 +130,7 @@ def read_head(folder: Path) -> Head | None:
     try:
         check_file(path)
         return decode_json(path.read_bytes(), Head)
-    except (ConfigError, OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (ConfigError, OSError, msgspec.MsgspecError) as error:
         raise CheckpointError(
             f"{path} can't be read ({error}): restore it from a copy, or delete it to continue "
             f"from the newest step that the store has"

@@ -328,5 +328,5 @@ def _read(path: Path, kind: type[T]) -> T | None:
     try:
         with open_regular(path) as file:
             return decode_json(file.read(MAX_BYTES), kind)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (OSError, msgspec.MsgspecError):
         return None

@@ -3,7 +3,6 @@ beginning and at its end."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -31,6 +30,7 @@ from agentevo.observability.trackers.secrets import without_secrets
 from agentevo.observability.trackers.tracker import State
 from agentevo.observability.trackers.tracking import clean_table
 from agentevo.runs.folder.lock import only_trainer
+from agentevo.runtime.parsing import parse_json
 from agentevo.types import Trajectory
 
 TENSORBOARD = "tensorboard"
@@ -185,7 +185,7 @@ def _end(tracking: Tracking, config: RunConfig, state: State, folder: Path | Non
         files = {"metrics": folder / "metrics.jsonl", "summary": folder / "summary.json"}
         artifacts = {name: path for name, path in files.items() if path.is_file()}
         with suppress(OSError, ValueError):
-            summary = without_secrets(json.loads((folder / "summary.json").read_bytes()))
+            summary = without_secrets(parse_json((folder / "summary.json").read_bytes()))
         if config.tracking.log_model and state == "finished":
             artifacts |= _best_checkpoint(config)
 

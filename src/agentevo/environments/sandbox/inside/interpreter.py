@@ -138,9 +138,10 @@ class Interpreter:
 
         for stream in (sys.stdout, sys.stderr):
             try:
-                stream.flush()
-            except BaseException:  # noqa: BLE001 (the code may have closed or replaced it)
-                continue
+                if stream is not None and not getattr(stream, "closed", False):
+                    stream.flush()
+            except BaseException as raised:  # noqa: BLE001 (the code may have replaced it)
+                error = error or _describe_error(raised)
 
         return {"value": value, "error": error}
 
