@@ -35,6 +35,7 @@ def adder(monkeypatch):
     return numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("required_calls", [1, 2])
 def test_a_policy_that_knows_no_tools_calls_them(adder, required_calls):
     policy = policy_of(SimpleNamespace(gateway=None))
@@ -64,6 +65,7 @@ def recipe(*overrides):
     return build_config(tree, overrides)
 
 
+@pytest.mark.slow
 def test_what_can_not_be_required_is_refused_before_the_run(monkeypatch):
     assert check_unloaded(recipe()) is not None
     with pytest.raises(ConfigError, match="set format=native in place of react"):

@@ -181,6 +181,7 @@ def fits(call):
     return set(arguments) == {"a", "b"} and isinstance(arguments["a"], int)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek", *soak(*sorted({*JSON_BEHIND_A_NAME} - {"deepseek"}))])
 def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(name):
     chat = chat_of(name)
@@ -203,6 +204,7 @@ def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(name):
 kept_chat_of = cache(chat_of)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None)
 @given(
     st.sampled_from(sorted(JSON_BEHIND_A_NAME)),
