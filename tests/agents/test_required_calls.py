@@ -12,7 +12,7 @@ from agentevo.agents import ToolAgent
 from agentevo.config import build_config
 from agentevo.config import tools as tool_config
 from agentevo.config.agents import ToolAgentSection
-from agentevo.config.tools import tool
+from agentevo.config.tools import FunctionToolSection, tool
 from agentevo.errors import ConfigError
 from agentevo.models.chat import answer_form
 from agentevo.runs.orchestration.checks import check_unloaded
@@ -53,6 +53,20 @@ def test_a_policy_that_knows_no_tools_calls_them(adder, required_calls):
     assert len(adder) >= required_calls == outcome.metrics["num_tool_calls"]
     for turn in turns[:required_calls]:
         assert re.fullmatch(r"<tool_call>.*</tool_call>", turn.messages[-1].text, re.DOTALL)
+
+
+@pytest.mark.slow
+def test_a_narrowed_parameter_is_written_as_narrowed_and_shown_so(adder):
+    policy = policy_of(SimpleNamespace(gateway=None))
+    narrowed = FunctionToolSection(name="add", narrow={"add": {"number": {"enum": [7]}}})
+    agent = ToolAgent(ToolAgentSection(tools=(narrowed,), max_turns=2, required_calls=1))
+
+    async def play():
+        await agent.run(Task(id="t", query="Count."), policy)
+        await agent.close()
+
+    run_coroutine(play())
+    assert adder[0] == 7
 
 
 def recipe(*overrides):

@@ -89,6 +89,18 @@ def test_a_required_call_is_written_as_the_family_writes_it(name):
     assert reads(chat, now, chat._written(Message("assistant", "", CALLS[1:])).strip())
 
 
+@pytest.mark.parametrize("more", [{}, {"additionalProperties": True}, {"allOf": [{}]}])
+def test_a_call_has_a_parameter_without_a_name_only_if_the_schema_says_so(more):
+    chat = chat_of("hermes")
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, **more}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    grammar = grammar_of(AnswerForm(calls="required"), chat, tools, ASK)
+    for arguments, is_named in (('{"a": 3}', True), ('{"a": 3, "c": 4}', False)):
+        call = ToolCall("add", arguments, "c1")
+        text = chat._written(Message("assistant", "", (call,))).strip()
+        assert reads(chat, grammar, text) == (is_named or bool(more))
+
+
 def test_a_template_without_a_place_for_calls_writes_plain_json():
     tokenizer = copy.deepcopy(tiny_policy().tokenizer)
     tokenizer.chat_template = (
