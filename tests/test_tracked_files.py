@@ -37,6 +37,7 @@ def test_no_symbolic_link_is_tracked(tracked: dict[str, str]) -> None:
     assert [path for path, mode in tracked.items() if mode == "120000"] == []
 
 
+@pytest.mark.slow
 def test_no_file_names_a_developers_folder(tracked: dict[str, str]) -> None:
     contents = {path: (ROOT / path).read_bytes() for path in tracked if (ROOT / path).is_file()}
     assert contents

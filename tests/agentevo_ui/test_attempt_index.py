@@ -141,6 +141,7 @@ async def happen(store: Store, dice: random.Random, life: int) -> None:
         await store.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *soak(*range(1, 6))])
 def test_after_any_history_the_index_is_the_store(
     tmp_path: Path, new_url: Callable[[], str], seed: int
@@ -365,6 +366,7 @@ def test_a_long_first_look_does_not_hide_what_is_written_after_it(
     assert looks[1] - looks[0] < 15, "ten times as long as the first look would be 20"
 
 
+@pytest.mark.slow
 def test_a_run_that_was_made_anew_is_read_anew(
     tmp_path: Path, sqlite_url: str, cache: Path
 ) -> None:

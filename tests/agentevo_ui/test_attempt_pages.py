@@ -224,6 +224,7 @@ def name(kind: str, number: int) -> str:
     return quote(f"train-1/{kind}@1#{number}", safe="")
 
 
+@pytest.mark.slow
 def test_every_page_answers_and_what_was_said_is_only_text(
     pages: dict[str, httpx.Response],
 ) -> None:
@@ -390,6 +391,7 @@ def test_a_list_of_all_tasks_shows_no_task(pages):
     assert "task-facts" not in pages["list"].text
 
 
+@pytest.mark.slow
 def test_what_people_have_said_is_shown_and_nothing_asks_for_more(
     runs_folder: Path, get: Callable[..., httpx.Response], tmp_path: Path
 ) -> None:

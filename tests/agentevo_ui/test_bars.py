@@ -25,6 +25,7 @@ def check(values: np.ndarray, *, is_whole: bool) -> None:
     assert len(found) <= MAX_BARS
 
 
+@pytest.mark.slow
 @given(FLOATS)
 def test_of_any_numbers(values: list[float]) -> None:
     check(np.array(values), is_whole=False)

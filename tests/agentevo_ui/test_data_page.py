@@ -157,6 +157,7 @@ def test_tasks_are_counted_one_by_one(pages: dict[str, httpx.Response]) -> None:
     assert "64 tasks 1 always solved, 1 never, 1 without a completed attempt" in text
 
 
+@pytest.mark.slow
 def test_orders_pages_and_searches(pages: dict[str, httpx.Response]) -> None:
     hardest = rows_of(pages["hardest"])
     assert "script" in hardest[0][0]
@@ -233,6 +234,7 @@ class Columns:
         return [f"{name}-{number}" for number in range(self.num_tasks)]
 
 
+@pytest.mark.slow
 def test_every_order_is_that_of_its_column_at_many_attempts() -> None:
     index: Any = Columns(200_000, 50_000)
     counts = np.bincount(index.columns["task_id"])

@@ -116,6 +116,7 @@ def test_the_numbers_are_those_of_the_estimates(pages: dict[str, httpx.Response]
     assert "1 of 20" in text
 
 
+@pytest.mark.slow
 def test_solved_and_lost_tasks_lead_to_their_attempts(pages: dict[str, httpx.Response]) -> None:
     page = pages["page"].text
     solved, lost = page.split("Lost:")

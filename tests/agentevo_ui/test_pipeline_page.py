@@ -35,6 +35,7 @@ def folder(tmp_path: Path) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_listed_and_shows_its_stages_and_their_gains(folder: Path, get: Get):
     assert "/pipelines/r1" in get("/", folder.parent).text
 

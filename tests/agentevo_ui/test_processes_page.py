@@ -92,6 +92,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_page_says_what_lives(run: Path, get: Get) -> None:
     text = " ".join(get("/runs/mine/processes", run.parent).text.split())
     alive, dead = text.split(">engine-1<")
@@ -110,6 +111,7 @@ def test_the_page_says_what_lives(run: Path, get: Get) -> None:
     assert "task=free" not in text
 
 
+@pytest.mark.slow
 def test_hostile_logs_are_only_text_and_links_are_no_logs(run: Path, get: Get) -> None:
     listed = get("/runs/mine/processes", run.parent).text
     assert "secret.log" not in listed
@@ -145,6 +147,7 @@ def test_of_a_gigabyte_only_the_end_is_read(run: Path) -> None:
     assert log_text(found.data, is_cut=True) == "the very end"
 
 
+@pytest.mark.slow
 def test_a_folder_of_logs_that_is_a_link_is_none(run: Path, tmp_path: Path, get: Get) -> None:
     outside = tmp_path / "outside"
     shutil.move(run / "logs", outside)
@@ -166,6 +169,7 @@ def test_the_log_of_a_sweep_is_that_of_its_run(run: Path) -> None:
     assert log_end(source, "sweep/others-mine.log") is None
 
 
+@pytest.mark.slow
 def test_a_run_without_any_says_so(run: Path, get: Get) -> None:
     for name in ("engines", "logs", "weights"):
         shutil.rmtree(run / name)

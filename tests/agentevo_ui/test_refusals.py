@@ -68,6 +68,7 @@ async def addresses(client: httpx.AsyncClient) -> dict[str, set[str]]:
     return found | {"/live": {"get"}, "/openapi.json": {"get"}, "/nothing/here": {"get"}}
 
 
+@pytest.mark.slow
 def test_nothing_is_told_to_who_has_no_token_or_a_wrong_one(shown: Path) -> None:
     before = contents(shown)
     old = Access(token="old", control="old")
@@ -136,6 +137,7 @@ def test_looking_and_refused_forms_change_nothing(shown: Path) -> None:
     assert contents(shown) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_nonsense_in_forms_and_addresses_is_a_sentence(seed: int, shown: Path) -> None:
     before = contents(shown)

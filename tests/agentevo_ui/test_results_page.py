@@ -81,6 +81,7 @@ def text_of(answer: httpx.Response) -> str:
     return " ".join(re.sub(r"<[^>]+>", " ", answer.text).replace("&#39;", "'").split())
 
 
+@pytest.mark.slow
 def test_models_stand_side_by_side_as_in_the_summary(folder: Path, get: Get) -> None:
     answer = get("/results/held", folder.parent)
     made = lines()
@@ -94,6 +95,7 @@ def test_models_stand_side_by_side_as_in_the_summary(folder: Path, get: Get) -> 
     assert 'href="/results/held"' in get("/", folder.parent).text
 
 
+@pytest.mark.slow
 def test_solved_and_lost_tasks_and_their_attempts(folder: Path, get: Get) -> None:
     text = text_of(get("/results/held", folder.parent))
     first = [float(n in range(7, 10)) for n in range(NUM_TASKS - 1)]
@@ -113,6 +115,7 @@ def test_solved_and_lost_tasks_and_their_attempts(folder: Path, get: Get) -> Non
     assert get("/results/held?at=many", folder.parent).status_code == 422
 
 
+@pytest.mark.slow
 def test_an_evaluation_under_way_shows_what_there_is(folder: Path, get: Get) -> None:
     (folder / SUMMARY).unlink()
     text = text_of(get("/results/held", folder.parent))
@@ -139,6 +142,7 @@ def test_damage_is_a_page_that_says_so(
     assert get("/", folder.parent).status_code == 200
 
 
+@pytest.mark.slow
 def test_words_of_a_folder_are_only_text(folder: Path, get: Get) -> None:
     for path in ("", f"?task={'%3Cscript%3E'}", "?task=task-4", "?q=%3Cscript%3E"):
         answer = get(f"/results/held{path}", folder.parent)

@@ -123,6 +123,7 @@ def test_a_committed_step_is_in_the_next_answer_after_its_news(lake: Path, long:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_no_role_gets_the_page_of_another_in_any_order(
     lake: Path, long: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +221,7 @@ def test_who_leaves_takes_nothing_from_those_who_wait(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_bounded(lake: Path, long: None) -> None:
     async def scenario() -> None:
         async with visitors(lake, 1) as (memory, (viewer,), _):
@@ -244,6 +246,7 @@ def test_the_dashboard_lowers_its_own_priority(
     assert lowered == [7]
 
 
+@pytest.mark.slow
 def test_the_dashboards_modules_import_no_torch() -> None:
     program = (
         "import sys, agentevo_ui.server\n"

@@ -63,6 +63,7 @@ def view_of(folder: Path) -> Any:
     return SimpleNamespace(source=SimpleNamespace(file=lambda name: folder / name))
 
 
+@pytest.mark.slow
 def test_every_trained_token_has_its_entropy_and_how_far_it_moved(
     run_folder: Path, trained: list[Trajectory]
 ) -> None:
@@ -110,6 +111,7 @@ def test_a_file_that_is_damaged_or_of_other_tokens_costs_its_numbers_alone(
     assert largest_moves(path) == {}
 
 
+@pytest.mark.slow
 def test_attempts_are_sorted_by_how_far_they_moved(
     run_folder: Path, browse: Callable[..., Any]
 ) -> None:

@@ -165,6 +165,7 @@ WRONG: tuple[tuple[str, dict[str, str], str], ...] = (
 )
 
 
+@pytest.mark.slow
 def test_what_can_not_be_asked_starts_nothing(runs_folder):
     async def visit() -> None:
         async with visiting(runs_folder) as (client, form, shared):

@@ -165,6 +165,7 @@ def test_a_purpose_with_half_of_a_surrogate_pair_is_read_without_it(told):
     assert metrics["num_summaries"] == 1
 
 
+@pytest.mark.slow
 def test_a_helper_reads_no_more_than_it_may_and_is_told(told):
     with RemoteServer(gives(chat("Blue."))) as server:
         flood = PAGE * 1000 + "\ud800"

@@ -108,6 +108,7 @@ def sessions(server):
     return [received.session for received in server.received]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.__name__)
 def test_requests_to_the_gateway_carry_the_key_and_others_are_as_they_were(
     client, gateway, elsewhere
@@ -203,6 +204,7 @@ def test_a_pool_serves_whoever_submits(gateway):
     assert sessions(gateway) == ["key-a", "key-b", None, None, "key-d"]
 
 
+@pytest.mark.slow
 def test_forked_processes_are_nobodys(gateway):
     """A pool of them that one attempt has started serves others."""
     with capture_calls(gateway.url, "key-a"):
@@ -324,6 +326,7 @@ def test_what_an_agent_sets_itself_stays(gateway, monkeypatch):
     assert os.environ["OPENAI_API_KEY"] == "other"
 
 
+@pytest.mark.slow
 def test_methods_that_others_patch_meanwhile_are_patched_once(gateway, monkeypatch):
     """An observer that is installed in an attempt keeps ours inside of its own."""
     calls = []

@@ -179,6 +179,7 @@ def test_files_are_kept_as_they_were_before_the_sandbox_was_lost(played):
     assert played.kept == {"kept": b"1", "later": b"7"}
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_left_out(played):
     code = "for name in 'abc': open(name, 'wb').write(bytes(600 if name != 'b' else 100))"
     again = "import os; os.remove('a'); os.symlink('/etc/passwd', 'd'); open('c', 'w').write('!')"

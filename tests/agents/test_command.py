@@ -131,6 +131,7 @@ def played(loaded, chat, scripted_engine):
     return play
 
 
+@pytest.mark.slow
 def test_the_contract(program, played, tmp_path, monkeypatch):
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "secret")
     command = program(
@@ -168,6 +169,7 @@ def test_the_contract(program, played, tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_a_large_task_is_in_a_file(program, played, tmp_path):
     command = program(
         """
@@ -185,6 +187,7 @@ def test_a_large_task_is_in_a_file(program, played, tmp_path):
     assert not Path(process.attributes["stderr"].strip()).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node")
 def test_a_program_of_another_language(played, tmp_path):
     path = tmp_path / "agent.js"
@@ -292,6 +295,7 @@ os.rename(sys.argv[1] + ".new", sys.argv[1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param("time limit", marks=pytest.mark.slow), "cut", "exit"])
 def test_the_whole_tree_ends(program, played, tmp_path, how):
     """A child, one that left the session, one that ignores SIGTERM, and one that lost its parent,

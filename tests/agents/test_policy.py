@@ -80,6 +80,7 @@ def test_each_turn_extends_the_very_ids_of_the_one_before(loaded, chat, scripted
     assert len({turn.seed for turn in turns}) == 3
 
 
+@pytest.mark.slow
 def test_with_a_real_engine_a_sample_is_what_the_engine_saw(loaded, chat):
     """A random policy says what no tokenizer would ever say; still every id is trained as it was
     drawn."""

@@ -12,7 +12,7 @@ from agentevo.agents import ToolAgent
 from agentevo.config import build_config
 from agentevo.config import tools as tool_config
 from agentevo.config.agents import ToolAgentSection
-from agentevo.config.tools import tool
+from agentevo.config.tools import FunctionToolSection, tool
 from agentevo.errors import ConfigError
 from agentevo.models.chat import answer_form
 from agentevo.runs.orchestration.checks import check_unloaded
@@ -35,6 +35,7 @@ def adder(monkeypatch):
     return numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("required_calls", [1, 2])
 def test_a_policy_that_knows_no_tools_calls_them(adder, required_calls):
     policy = policy_of(SimpleNamespace(gateway=None))
@@ -54,6 +55,20 @@ def test_a_policy_that_knows_no_tools_calls_them(adder, required_calls):
         assert re.fullmatch(r"<tool_call>.*</tool_call>", turn.messages[-1].text, re.DOTALL)
 
 
+@pytest.mark.slow
+def test_a_narrowed_parameter_is_written_as_narrowed_and_shown_so(adder):
+    policy = policy_of(SimpleNamespace(gateway=None))
+    narrowed = FunctionToolSection(name="add", narrow={"add": {"number": {"enum": [7]}}})
+    agent = ToolAgent(ToolAgentSection(tools=(narrowed,), max_turns=2, required_calls=1))
+
+    async def play():
+        await agent.run(Task(id="t", query="Count."), policy)
+        await agent.close()
+
+    run_coroutine(play())
+    assert adder[0] == 7
+
+
 def recipe(*overrides):
     tree = {
         "model": {"name": "tiny", "tiny": {"tokenizer": "byte"}},
@@ -64,6 +79,7 @@ def recipe(*overrides):
     return build_config(tree, overrides)
 
 
+@pytest.mark.slow
 def test_what_can_not_be_required_is_refused_before_the_run(monkeypatch):
     assert check_unloaded(recipe()) is not None
     with pytest.raises(ConfigError, match="set format=native in place of react"):

@@ -134,6 +134,7 @@ def test_what_is_wrong_with_a_call_is_told_counted_and_priced(played):
     }
 
 
+@pytest.mark.slow
 def test_limits_end_an_attempt_and_say_so(played):
     assert ended_by(played(*[call(n) for n in range(6)])[0]) == "turns"
     assert ended_by(played(call(1), call(1), call(1), "x", max_repeats=2)[0]) == "repeats"
@@ -204,6 +205,7 @@ def test_the_history_may_be_a_window(played):
     assert [turn.parent for turn in turns] == [None, 0, None, None]
 
 
+@pytest.mark.slow
 def test_a_full_context_is_cut_where_that_helps(played):
     context = {"strategy": "window", "keep_turns": 1}
     words = [call(n) for n in range(90)] + ["done"]

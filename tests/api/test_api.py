@@ -214,6 +214,7 @@ def test_mappings_are_read_as_rows_of_a_file_are():
     assert second == task_of(rows[1], TaskFields()) and second.query == "y"
 
 
+@pytest.mark.slow
 def test_an_agent_is_registered_by_an_import_or_given_as_its_class(tmp_path):
     name = f"agent_{tmp_path.name}"
     Path("by_file.py").write_text(

@@ -29,6 +29,7 @@ def run_dir(tmp_path_factory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_train_leaves_the_files_of_a_run(run_dir):
     assert {
         "config.yaml",
@@ -60,6 +61,7 @@ def test_resume_without_a_run_is_refused(agentevo):
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["--checkpoint", "last"], ["evaluation.samples=0"]])
 def test_eval_of_a_run(agentevo, run_dir, words):
     code, out, err = agentevo("eval", str(run_dir), *words)

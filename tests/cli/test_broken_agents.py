@@ -91,6 +91,7 @@ def here(place, monkeypatch):
     monkeypatch.chdir(place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_run_whose_whole_first_evaluation_failed_ends_with_the_reason(agentevo, kind):
     code, out, err = agentevo("train", "recipe.yaml", f"agent.type={kind}", f"run.dir=runs/{kind}")
@@ -108,6 +109,7 @@ def test_a_run_whose_whole_first_evaluation_failed_ends_with_the_reason(agentevo
         assert "src/agentevo" not in out + err, "places in AgentEvo"
 
 
+@pytest.mark.slow
 def test_a_run_whose_whole_first_step_failed_ends_with_the_reason(agentevo):
     code, out, err = agentevo("train", "recipe.yaml", "agent.type=late", "run.dir=runs/late")
     assert code == 1
@@ -146,6 +148,7 @@ def test_once_it_is_mended_the_same_command_begins_the_run_again(
     assert code == 2 and "holds a run already" in err, "one that has trained keeps its folder"
 
 
+@pytest.mark.slow
 def test_what_is_mended_in_the_recipe_counts_too(agentevo, mended):
     words = ["train", "recipe.yaml", "run.dir=runs/another"]
     assert agentevo(*words, "agent.type=silent").code == 1
@@ -181,6 +184,7 @@ def test_other_commands_end_with_an_exit_code_too(agentevo, command):
     assert "Traceback" in err
 
 
+@pytest.mark.slow
 def test_what_graded_numbers_mean_stands_under_them(agentevo):
     out = agentevo("eval", "recipe.yaml", "agent.type=late").out
     assert "success: a reward of 1 or more, or what Outcome(success=...) says" in out
@@ -189,6 +193,7 @@ def test_what_graded_numbers_mean_stands_under_them(agentevo):
     assert "success: a score of 1 or more by contains, unless it says otherwise" in out
 
 
+@pytest.mark.slow
 def test_eval_of_a_run_with_an_agent_function_names_the_python_way(agentevo):
     import agentevo as package
 

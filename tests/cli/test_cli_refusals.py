@@ -254,6 +254,7 @@ def test_a_folder_that_nobody_can_make_is_refused_without_a_traceback(agentevo):
     assert "/proc/x/y can't be made" in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["train", "--dry-run"], ["doctor"]], ids=" ".join)
 @pytest.mark.parametrize(
     ("overrides", "expected"),

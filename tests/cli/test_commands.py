@@ -55,6 +55,7 @@ def test_a_newcomer_can_read_the_whole_list(agentevo):
     assert count(typer.main.get_command(app)) <= 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "learn"])
 def test_a_dry_run_prints_the_resolved_config_and_creates_nothing(command, agentevo):
     code, out, err = agentevo(command, "small.yaml", "trainer.steps=3", "--dry-run")
@@ -72,6 +73,7 @@ def test_an_algorithm_is_explained_by_its_name_alone(agentevo):
     assert named.out == agentevo("config", "algorithm.turn_ppo").out
 
 
+@pytest.mark.slow
 def test_another_preset_than_the_recipes_is_warned_of_on_stderr(agentevo):
     words = ["frozen_lake", "algorithm.name=gspo"]
     code, out, err = agentevo("train", *words, "--dry-run")
@@ -94,6 +96,7 @@ def test_show_changed_prints_what_is_set_alone(agentevo):
     assert "store" not in yaml.safe_load(out)
 
 
+@pytest.mark.slow
 def test_explain_lists_a_section_and_all_sections(agentevo):
     assert "\n  trainer.group_size\n      Attempts per task" in agentevo("config", "trainer").out
     assert re.search(
@@ -340,6 +343,7 @@ class Praising:
 """
 
 
+@pytest.mark.slow
 def test_the_options_of_ones_own_classes_are_explained(agentevo):
     Path("lamp_of_mine.py").write_text(MINE)
     Path("lamp_of_mine.yaml").write_text(
@@ -357,6 +361,7 @@ def test_the_options_of_ones_own_classes_are_explained(agentevo):
     assert code == 2 and "recipe nowhere.yaml: no such file" in err
 
 
+@pytest.mark.slow
 def test_sft_dry_run_and_refusals(agentevo):
     Path("chats.yaml").write_text(
         "data: {train: chats.jsonl}\nmodel: {name: tiny, tiny: {tokenizer: byte}}\n"

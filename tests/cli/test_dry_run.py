@@ -74,6 +74,7 @@ def with_recipe(words):
     return words if words[0].endswith(".yaml") else ["plain.yaml", *words]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", *soak("learn")])
 @pytest.mark.parametrize(("words", "said"), SAYS, ids=lambda value: str(value)[:40])
 def test_a_dry_run_refuses_what_the_run_refuses_with_the_same_words(
@@ -116,6 +117,7 @@ MISSING = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "package", "line"), MISSING, ids=lambda value: str(value)[:30])
 def test_a_dry_run_names_the_line_that_installs_what_is_missing(
     words, package, line, agentevo, monkeypatch
@@ -144,6 +146,7 @@ def _without(package):
     return lambda name, parent=None: None if name == package else find_spec(name, parent)
 
 
+@pytest.mark.slow
 def test_a_dry_run_downloads_nothing_and_says_what_a_run_would(agentevo, monkeypatch, tmp_path):
     monkeypatch.setenv("AGENTEVO_CACHE", str(tmp_path / "cache"))
 
@@ -158,6 +161,7 @@ def test_a_dry_run_downloads_nothing_and_says_what_a_run_would(agentevo, monkeyp
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_a_dry_run_reads_a_saved_model_but_its_weights(agentevo, tmp_path, saved_tiny):
     words = ["train", "plain.yaml", f"model.name={saved_tiny}", "--dry-run"]
     assert agentevo(*words)[0] == 0
@@ -185,6 +189,7 @@ def damage(path: Path, how: str) -> None:
         path.with_name("model.safetensors.index.json").write_text(json.dumps(index))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_checkpoint", [False, True])
 @pytest.mark.parametrize(
     ("how", "said"),
@@ -214,6 +219,7 @@ def test_a_dry_run_refuses_damaged_weights_as_the_run_does(
     assert agentevo(*words)[::2] == (code, err)
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_where_it_did_not_compare_large_weights(agentevo, monkeypatch, saved_tiny):
     checkpoint_manifest.seal(saved_tiny, 3, None)
     size = (saved_tiny / "model.safetensors").stat().st_size
@@ -239,6 +245,7 @@ def saved_tiny(tmp_path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.slow
 def test_a_folder_with_a_run_is_refused_before_torch_is_imported(agentevo, monkeypatch):
     Path("taken").mkdir()
     Path("taken/config.yaml").write_text("# agentevo train\nenvironment: {type: coins}\n")
@@ -248,6 +255,7 @@ def test_a_folder_with_a_run_is_refused_before_torch_is_imported(agentevo, monke
         assert code == 2 and "holds a run already" in err, err
 
 
+@pytest.mark.slow
 def test_a_dry_run_asks_for_the_secret_of_its_engines(agentevo, monkeypatch):
     monkeypatch.delenv("NO_SECRET", raising=False)
     words = ["rollout.samplers=1", "rollout.engine_secret=${env:NO_SECRET}"]
@@ -255,12 +263,14 @@ def test_a_dry_run_asks_for_the_secret_of_its_engines(agentevo, monkeypatch):
     assert code == 2 and "rollout.engine_secret" in err and "NO_SECRET" in err
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_store_makes_none(agentevo, tmp_path):
     words = ["train", "small.yaml", f"store.url=sqlite:///{tmp_path}/new/store.sqlite"]
     assert agentevo(*words, "--dry-run")[0] == 0
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_dry_run_gives_the_account_of_the_rows_that_a_run_would_give(agentevo):
     broken = '{"query": "2 + 2?", "answer": "4"}\n{"query": \n{"query": "3 + 3?", "anwser": "6"}\n'
     Path("rows.jsonl").write_text(broken)
@@ -272,6 +282,7 @@ def test_a_dry_run_gives_the_account_of_the_rows_that_a_run_would_give(agentevo)
     assert "tasks.train: 1 of 2 rows have no answer, while the others have one: " in err
 
 
+@pytest.mark.slow
 def test_all_that_is_refused_is_listed_at_once_a_line_each(agentevo, folder, monkeypatch):
     monkeypatch.setattr(
         resolve, "ensure_cached", lambda *_: pytest.fail("downloaded for a refused run")
@@ -304,6 +315,7 @@ def test_all_that_is_refused_is_listed_at_once_a_line_each(agentevo, folder, mon
     assert code == 2 and err.splitlines() == lines[:-1], "before it looks at models"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "learn"])
 def test_a_dry_run_reads_each_file_of_tasks_once(command, agentevo, saved_tiny, monkeypatch):
     read = []
@@ -336,6 +348,7 @@ REFUSES_SYSTEM = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
@@ -360,6 +373,7 @@ def test_a_system_message_that_the_template_refuses_is_refused_with_advice_that_
     assert err.rstrip().endswith(remedy) and ("no system role" in err) == bool(remedy), err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [["--dry-run"], *slow([])])
 def test_a_text_model_is_refused_where_images_are_shown(more, agentevo):
     """Nothing of the run remains, and the same folder can be used again."""

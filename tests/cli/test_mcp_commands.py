@@ -144,6 +144,7 @@ def test_tools_that_could_not_be_made_are_not_served(words, problem, agentevo):
     assert (code, out) == (2, "") and problem in err and "serving" not in err
 
 
+@pytest.mark.slow
 def test_control_characters_are_shown_and_not_sent_to_the_terminal(agentevo):
     odd = [sys.executable, str(Path(__file__).parents[1] / "support" / "odd_mcp_server.py")]
     words = ["tools", "inspect", "--call", "give", "--arguments", '{"what": "controls"}', *odd]

@@ -60,6 +60,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Chart]:
     return charts
 
 
+@pytest.mark.slow
 def test_seeds_are_one_line_with_a_band_and_settings_are_lines(agentevo, drawn):
     run("a1", {1: 0.0, 2: 0.5, 3: None}, seed=1)
     run("a2", {1: 0.5, 2: 1.0, 3: 1.0}, seed=2)
@@ -79,6 +80,7 @@ def test_seeds_are_one_line_with_a_band_and_settings_are_lines(agentevo, drawn):
         assert (abs(pixels - to_rgb(color)).max(axis=1) < 0.02).sum() > 100
 
 
+@pytest.mark.slow
 def test_each_run_over_time_and_one_metric(agentevo, drawn):
     sweep = Path("sweep")
     run("sweep/x", {1: 0.0, 721: 1.0}, seed=1)
@@ -132,6 +134,7 @@ def test_names_are_no_formulas_and_every_line_can_be_told_apart(tmp_path: Path) 
     assert [one.name for one in tmp_path.iterdir() if one.suffix == ".png"] == ["all.png"]
 
 
+@pytest.mark.slow
 def test_a_line_goes_over_the_steps_at_which_only_others_have_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def test_a_torn_line_is_named_before_anything_is_created(pairs, agentevo):
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_a_run_makes_a_model_and_is_not_written_over(pairs, agentevo):
     code, out, _ = agentevo("sft", "rewards.yaml", "--reward-model", "--dry-run")
     assert code == 0 and yaml.safe_load(out)["rm"]["epochs"] == 6 and not Path("runs").exists()
@@ -101,6 +102,7 @@ def test_a_run_makes_a_model_and_is_not_written_over(pairs, agentevo):
     assert code == 2 and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_leaves_nothing(pairs, agentevo, monkeypatch):
     from agentevo.errors import TrainingError
     from agentevo.training.reward_model import RewardTrainer

@@ -11,6 +11,7 @@ import pytest
 from agentevo.environments.sandbox import sandbox as contract
 
 
+@pytest.mark.slow
 def test_a_file_is_run(agentevo: Callable[..., object]) -> None:
     Path("good.py").write_text("print('hi')\n6 * 7")
     code, out, err = agentevo("sandbox", "good.py", "type=none")  # type: ignore[misc]

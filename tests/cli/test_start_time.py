@@ -56,6 +56,7 @@ def test_start_takes_under_half_a_second(words):
     assert min(took) < TIMES * min(yardstick)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [
@@ -73,6 +74,7 @@ def test_nothing_heavy_is_imported(code):
     assert loaded.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
 def test_a_command_that_is_made_alone_leaves_the_others_as_they_were(capsys):
     from agentevo.cli.main import main
 

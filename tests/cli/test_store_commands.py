@@ -29,6 +29,7 @@ def fill(url: str) -> None:
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_a_store_is_counted_moved_and_tidied_up(agentevo):
     fill("sqlite:///one.sqlite")
     counted = agentevo("store", "sqlite:///one.sqlite", "stats")

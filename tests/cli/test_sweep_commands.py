@@ -28,6 +28,7 @@ def test_a_dry_run_lists_the_members_and_creates_nothing(agentevo):
     assert sorted(path.name for path in Path().iterdir()) == ["many.yaml", "small.yaml"]
 
 
+@pytest.mark.slow
 def test_sweeps_are_explained_and_listed(agentevo):
     assert "\n  sweep.seeds\n      Each variant runs once" in agentevo("config", "sweep").out
     assert "\nsweep " in agentevo("config").out

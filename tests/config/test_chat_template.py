@@ -66,6 +66,7 @@ def test_what_is_no_template_is_refused(template, words, tmp_path, monkeypatch):
         config_of(template)
 
 
+@pytest.mark.slow
 def test_a_base_model_speaks_by_the_plain_template(tmp_path):
     section = ModelSection(name="tiny", tiny=TinyModel(tokenizer="byte", hidden_size=32))
     base = load_model(section)

@@ -19,6 +19,7 @@ from agentevo.errors import UnknownNameError
 from agentevo_evolve import listings as evolve_listings
 
 
+@pytest.mark.slow
 def test_every_key_is_explained():
     for key in config_keys().names():
         for one in config_keys().explain(key):
@@ -163,6 +164,7 @@ def test_a_preset_is_explained_with_the_formulas_of_its_parts(name):
         assert f"Source: {TABLES[kind][part].source}" in words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [listings.recipes, evolve_listings.pipelines])
 def test_a_listed_recipe_is_described_in_whole_sentences(rows):
     for name, text in rows():

@@ -53,6 +53,7 @@ def recipe(write, name="recipe.yaml", **keys):
     return write(name, yaml.safe_dump(tree))
 
 
+@pytest.mark.slow
 def test_an_agent_of_a_file_is_named_by_the_recipe_and_found_again_from_anywhere(
     user_files, tmp_path, monkeypatch
 ):
@@ -91,6 +92,7 @@ def test_an_override_starts_at_the_current_folder(user_files, tmp_path, monkeypa
     assert config.imports == (str(tmp_path / "cwd" / "mine.py"),)
 
 
+@pytest.mark.slow
 def test_nothing_is_executed_twice(user_files, tmp_path):
     user_files("mine.py", f"open({str(tmp_path / 'log')!r}, 'a').write('x')\n")
     user_files("mine.py", f"open({str(tmp_path / 'log')!r}, 'a').write('y')\n", "other")
@@ -106,6 +108,7 @@ def test_modules_that_python_knows_are_imported_by_name(user_files):
     )
 
 
+@pytest.mark.slow
 def test_an_environment_of_a_file_without_options(user_files):
     user_files(
         "environment.py",
@@ -188,6 +191,7 @@ def test_what_can_not_be_imported_is_refused(user_files, given, expected):
     assert expected in str(caught.value)
 
 
+@pytest.mark.slow
 def test_agents_have_the_checks_of_other_sections(user_files):
     user_files("mine_words.py", "WORD = 'four'\n")
     user_files("mine.py", AGENT.format(stem="mine"))
@@ -215,6 +219,7 @@ def test_the_current_folder_is_left_as_it_was(user_files):
     assert os.getcwd() == before
 
 
+@pytest.mark.slow
 def test_a_file_is_looked_for_beside_the_recipe_then_in_the_current_folder(
     user_files, tmp_path, monkeypatch
 ):

@@ -77,6 +77,7 @@ def test_a_section_that_doubles_is_refused_where_an_override_goes_into_it(growin
     refused_at_once(["train", "r.yaml", "trainer.steps=3"], capsys)
 
 
+@pytest.mark.slow
 def test_variables_of_the_environment_are_counted(monkeypatch, capsys):
     monkeypatch.setenv("LONG", "x" * 100_000)
     Path("r.yaml").write_text(

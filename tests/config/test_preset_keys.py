@@ -33,6 +33,7 @@ CI_PRESETS = ("grpo", "ppo", "dpo", "kto", "rft")
 """Presets with all that others have: a critic, pairs, single answers, no reference."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["frozen_lake", *soak("coins", "sokoban")])
 @pytest.mark.parametrize(
     "name", [*CI_PRESETS, *soak(*(name for name in PRESETS if name not in CI_PRESETS))]

@@ -178,6 +178,7 @@ def test_something_else_is_no_run_folder_and_the_near_ones_are_named():
         run_config(Path("nix"))
 
 
+@pytest.mark.slow
 def test_hyper_parameters_that_nobody_chose_are_not_written():
     config = build_config(
         {

@@ -55,6 +55,7 @@ def test_every_variant_runs_with_every_seed_in_a_folder_of_its_own():
     assert {member.config.run.threads for member in sweep.members} == {1}
 
 
+@pytest.mark.slow
 def test_a_variant_changes_the_recipe_and_the_command_line_changes_both():
     plain, long, other = (
         member.config for member in sweep_of(BASE + SWEEP, "sweep.seeds=[0]").members
@@ -71,6 +72,7 @@ def test_a_variant_changes_the_recipe_and_the_command_line_changes_both():
     } == {1}
 
 
+@pytest.mark.slow
 def test_an_environment_of_another_type_leaves_the_options_of_the_first_behind():
     plain, _, other = (
         member.config for member in sweep_of(BASE + SWEEP, "sweep.seeds=[0]").members
@@ -89,6 +91,7 @@ def test_an_environment_of_another_type_leaves_the_options_of_the_first_behind()
     ) == (4, 5)
 
 
+@pytest.mark.slow
 def test_any_recipe_becomes_a_sweep_on_the_command_line_and_a_sweep_one_run():
     sweep = sweep_of(BASE, "sweep.seeds=[1,2]", "run.name=many", "run.threads=2")
     assert [member.name for member in sweep.members] == ["many-1", "many-2"]
@@ -99,6 +102,7 @@ def test_any_recipe_becomes_a_sweep_on_the_command_line_and_a_sweep_one_run():
     assert load_config("r.yaml", ["sweep=null"]).trainer.steps == 7
 
 
+@pytest.mark.slow
 def test_only_some_variants():
     assert {
         member.variant for member in sweep_of(BASE + SWEEP, "sweep.only=[long,other]").members
@@ -108,6 +112,7 @@ def test_only_some_variants():
     }
 
 
+@pytest.mark.slow
 def test_runs_at_once_are_bounded_by_what_there_is():
     assert sweep_of(BASE + SWEEP, "sweep.parallel=2").parallel == 2
     assert sweep_of(BASE + SWEEP, "sweep.parallel=50").parallel == 6
@@ -227,6 +232,7 @@ def test_the_problems_of_all_variants_are_told_at_once_each_with_its_variant():
     assert len(lines) == 2
 
 
+@pytest.mark.slow
 def test_the_only_variant_is_named_if_it_is_what_is_wrong():
     assert refusal(BASE + "sweep: {variants: {a: {trainer.stps: 1}}}")[0].startswith(
         "r.yaml: sweep.variants.a: trainer.stps"
@@ -259,6 +265,7 @@ def test_every_key_of_a_sweep_is_explained(key):
     assert len(found.meaning.split()) > 2
 
 
+@pytest.mark.slow
 def test_the_zoo_has_every_preset():
     sweep = load_sweep("zoo")
     assert {member.variant for member in sweep.members} == {*PRESETS}

@@ -60,6 +60,7 @@ def test_equals_the_loops(name, batch, with_ids, dtype, float_mask):
     assert abs(result.item() - expected) <= (1e-12 if dtype == torch.float64 else 1e-5) * scale
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(names, batches(), st.integers(0, 3), st.randoms(use_true_random=False))
 def test_padding_order_and_names_of_trajectories_do_not_matter(name, batch, extra, random):

@@ -27,6 +27,7 @@ messages = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(messages, max_size=4))
 def test_messages_are_what_was_stored(stored):
     again = msgspec.json.decode(msgspec.json.encode(stored), type=list[Message])

@@ -222,6 +222,7 @@ def read_commands(block: Block) -> Iterator[tuple[str, list[str]]]:
                 yield line, after[: ends[0]] if ends else after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", pages_with(*SHELLS))
 def test_commands_are_parsed_and_their_recipes_read(name, folder):
     write_files(name, folder)

@@ -89,6 +89,7 @@ def keys_here(text):
             yield key, value
 
 
+@pytest.mark.slow
 def test_the_keys_that_peers_settings_become_exist():
     page = "src/agentevo/config/peer_keys.md"
     rows = [line.rstrip("| ").rpartition("|")[2] for line in table_rows("docs/coming_from.md")]

@@ -56,6 +56,7 @@ def test_a_copied_recipe_is_one_whose_dry_run_passes_and_names_the_lines_to_chan
     assert "is there already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_copy_of_any_packaged_recipe(capsys):
     assert main(["config", "frozen_lake", "--copy", "lake"]) == 0
     assert [path.name for path in Path("lake").iterdir()] == ["frozen_lake.yaml"]

@@ -190,6 +190,7 @@ def test_unknown_environment_is_named() -> None:
         make(Nowhere())
 
 
+@pytest.mark.slow
 def test_importing_the_room_is_light() -> None:
     heavy = "{'torch', 'transformers', 'reasoning_gym', 'textarena'}"
     code = (

@@ -153,6 +153,7 @@ def test_random_rate_is_exact() -> None:
         assert share == pytest.approx(exact, abs=4 * (exact * (1 - exact) / 4000) ** 0.5 + 1e-9)
 
 
+@pytest.mark.slow
 def test_sampled_rate_of_five_numbers_is_near_the_exact_one() -> None:
     made = CountdownEnvironment(CountdownConfig(num_numbers=5, operations="+-"))
     made.reset(seed=2)

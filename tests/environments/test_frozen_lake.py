@@ -74,6 +74,7 @@ def test_ascii_alphabet_on_the_goal() -> None:
     assert "√" not in environment.instructions
 
 
+@pytest.mark.slow
 def test_ice_slips_to_the_sides_only() -> None:
     environment = drawn("_____\n_____\n__P__\n____G\n_____", max_actions=1)
     ends: dict[str, int] = {}
@@ -165,6 +166,7 @@ def test_frozen_share_is_as_asked() -> None:
     assert np.mean(holes) == pytest.approx(0.2, abs=0.02)
 
 
+@pytest.mark.slow
 def test_rates_match_the_published_calibration() -> None:
     """256 of RAGEN's maps, slippery (shared/reference/recipes.md 1.9); 3 standard errors of the
     difference of two samples are allowed."""

@@ -149,6 +149,7 @@ def test_cliff_succeeds_on_termination() -> None:
     assert mean_baselines(never, [0]).optimal == 0.0
 
 
+@pytest.mark.slow
 def test_unpublished_transitions_are_sampled() -> None:
     config = GymnasiumConfig(id="Blackjack-v1", action_names=("stick", "hit"))
     rates = mean_baselines(config, range(5))

@@ -54,6 +54,7 @@ def test_random_play_agrees_with_the_exact_rate() -> None:
     )
 
 
+@pytest.mark.slow
 def test_random_play_agrees_on_ice_over_many_seeds() -> None:
     config = FrozenLakeConfig()
     environment = FrozenLakeEnvironment(config)

@@ -208,6 +208,7 @@ def test_difficulty_is_about_ragens() -> None:
     assert max(lengths) <= 10
 
 
+@pytest.mark.slow
 def test_larger_rooms_are_about_ragens_larger() -> None:
     """The same table, 8x8 with two boxes: random 2.6% in 10 actions, optimum 45.7% in 5."""
     environment = SokobanEnvironment(
@@ -236,6 +237,7 @@ def test_random_rate_by_hand_and_optimal_by_limit() -> None:
     assert environment.baselines(2).optimal == 1.0
 
 
+@pytest.mark.slow
 def test_sampled_rate_matches_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = SokobanEnvironment(SokobanConfig(min_solution=2, max_solution=3))
     environment.reset(seed=5)

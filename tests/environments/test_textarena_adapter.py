@@ -77,6 +77,7 @@ def test_the_opponent_moves_first_from_seat_one() -> None:
     assert len(listed_actions(shown)) == 8
 
 
+@pytest.mark.slow
 def test_random_rate_is_known_where_actions_are() -> None:
     environment = make(TICTACTOE)
     environment.reset(seed=0)

@@ -43,6 +43,7 @@ def some(world, count, **of_which):
     return list(itertools.islice(world.questions(**of_which), count))
 
 
+@pytest.mark.slow
 def test_no_question_that_is_trained_on_has_anything_of_the_held_out_part(world):
     """Neither whom it names, nor who leads to the answer, nor the answer."""
     trained = some(world, 1500, held_out=False, seed=0) + some(world, 800, held_out=False, seed=1)
@@ -203,6 +204,7 @@ def test_the_table_is_of_all_results(tmp_path):
     assert last == "| search, SFT | 75% ± 35 | 0% ± 0 | 38% ± 18 | 25%, 50% |"
 
 
+@pytest.mark.slow
 def test_no_word_of_a_demonstration_falls_apart(world, tmp_path):
     """Every arm's policy has the words of all arms."""
     corpus = world.write_corpus(tmp_path / "corpus.jsonl")

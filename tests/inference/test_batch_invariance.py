@@ -112,6 +112,7 @@ def test_a_conversation_beside_others(random_model):
     assert asyncio.run(interrupted(TorchEngine(model))) == alone
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("with_and_without_kernels")
 @pytest.mark.parametrize("threads", [2, *soak(1, 3)])
 @pytest.mark.parametrize(
@@ -163,6 +164,7 @@ def test_a_number_of_an_activation_does_not_depend_on_its_place(function, thread
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_where_company_matters_it_can_be_refused(random_model):
     strict = EngineSection(batch_invariant=True)
     for name in ("llama", "qwen3", "gemma2", "mistral"):
@@ -176,6 +178,7 @@ def test_where_company_matters_it_can_be_refused(random_model):
         TorchEngine(half, config=strict)
 
 
+@pytest.mark.slow
 def test_a_version_that_is_kept_serves_on_beside_newer_ones(random_model):
     """The same tokens as before the newer ones came, also from a cached prefix; and a conversation
     across a publish stays with its version."""

@@ -27,6 +27,7 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("quick_rounds")
 
 
+@pytest.mark.slow
 def test_engines_get_every_bit_of_each_version(folder, sender, notes):
     """Two at once, then the next version from `publish` alone, which waits for both."""
     sources = [source_of(folder), source_of(folder)]
@@ -279,6 +280,7 @@ def test_an_engine_that_asks_and_never_joins_keeps_nobody_from_the_weights(
     assert 2 <= count <= 3, "with the other one twice, then alone, and not again within a minute"
 
 
+@pytest.mark.slow
 def test_a_trainer_that_dies_in_the_middle_leaves_nothing_and_the_next_one_goes_on(folder, notes):
     with member(sends, folder) as said:
         said("published")

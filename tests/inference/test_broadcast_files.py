@@ -99,6 +99,7 @@ def test_a_folder_that_is_away_is_told_once_and_waited_for(folder, sender, notes
     assert_has(found, 1, sender._model)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_no_engines_fault(folder, sender, notes, monkeypatch):
     """None is kept waiting for long once there is room again."""
     full = [None] * 4

@@ -89,6 +89,7 @@ def test_workers_of_vllm_receive_what_their_checkpoint_has_alone():
     assert asked == ["place_of_agentevo_weights"]
 
 
+@pytest.mark.slow
 def test_an_engine_follows_and_refuses_once(tmp_path, small_config):
     """What can't be served is not asked for again, and the next version is."""
     made = small_config(tmp_path / "run", "engine.kv_cache_gb=0.1")

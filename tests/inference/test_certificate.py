@@ -150,6 +150,7 @@ class Listener:
         self.server.close()
 
 
+@pytest.mark.slow
 def test_who_shows_another_certificate_is_told_nothing(made, tmp_path, caplog):
     caplog.set_level(logging.INFO)
 

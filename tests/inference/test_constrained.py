@@ -35,6 +35,7 @@ REQUESTS = [
 ]
 
 
+@pytest.mark.slow
 def test_what_is_drawn_is_of_the_grammar_and_its_log_probs_are_those_of_the_allowed_tokens():
     loaded = tiny_policy()
     tokenizer = loaded.tokenizer
@@ -72,6 +73,7 @@ def test_company_changes_nothing_for_anybody():
     assert together == alone
 
 
+@pytest.mark.slow
 def test_new_weights_in_mid_answer_leave_the_grammar_where_it_is():
     async def interrupted():
         one = engine()
@@ -87,6 +89,7 @@ def test_new_weights_in_mid_answer_leave_the_grammar_where_it_is():
     assert len(set(again.versions)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grammar", "why"),
     [
@@ -109,6 +112,7 @@ def test_a_wrong_grammar_is_refused_and_its_neighbours_go_on(grammar, why):
     assert fine == complete(engine(), [(PROMPT, params(FACT))])[0]
 
 
+@pytest.mark.slow
 def test_a_grammar_that_becomes_too_complex_ends_its_own_request():
     keys = {f"p{n}": {} for n in range(600)}
     grammar = json_grammar(type="object", properties=keys, additionalProperties=False)
@@ -155,6 +159,7 @@ def test_the_event_loop_goes_on_while_a_grammar_is_compiled(monkeypatch):
     assert len(plain.ids) == 4 and constrained.masks
 
 
+@pytest.mark.slow
 def test_over_the_wire_it_is_the_same(tmp_path):
     """Another process's engine differs in nothing but that messages lie between."""
     local = complete(engine(), REQUESTS[:3])

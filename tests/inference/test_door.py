@@ -235,6 +235,7 @@ def test_a_header_is_bounded_and_an_answer_is_the_last_on_its_connection(tmp_pat
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_frames_are_bounded(tmp_path):
     release = msgspec.msgpack.encode(Release(session="a"))
     many = struct.pack("!BI", 0xDD, MAX_MESSAGES + 1) + release * (MAX_MESSAGES + 1)
@@ -262,6 +263,7 @@ def test_frames_are_bounded(tmp_path):
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_the_secret_is_in_no_log(tmp_path, caplog):
     """Not even at DEBUG, where the libraries write headers."""
     caplog.set_level(logging.DEBUG)

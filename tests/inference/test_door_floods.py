@@ -18,6 +18,7 @@ from agentevo.inference.serving.messages import Generate, Release, WatchRequest
 from agentevo.types import SamplingParams
 
 
+@pytest.mark.slow
 def test_a_flood_of_releases_costs_no_task_and_holds_nobody_up(tmp_path):
     """As fast as they come; another client asks for tokens meanwhile."""
     flood(tmp_path, 20_000)

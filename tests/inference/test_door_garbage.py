@@ -77,6 +77,7 @@ async def say(door: Door, rng: random.Random, tls: ssl.SSLContext | None) -> Non
         writer.transport.abort() if rng.random() < 0.5 else writer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [60, pytest.param(5000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("way", ["plain", "to TLS", "in TLS"])
 def test_garbage_costs_its_own_connection_alone(number, way, tmp_path, monkeypatch, caplog):

@@ -129,6 +129,7 @@ WAYS: dict[str, Way] = {
 """How a client may write a history that it means."""
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**32))
 def test_what_a_client_writes_otherwise_goes_on_from_the_recorded_turn(seed: int) -> None:
     client = Client(seed)

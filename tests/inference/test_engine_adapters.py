@@ -35,6 +35,7 @@ def logits_of(model, ids: list[int]) -> torch.Tensor:
         return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SECTIONS)
 @pytest.mark.parametrize("name", ["qwen2", *soak("gemma2", "llama", "qwen3", "mistral")])
 def test_log_probs_are_those_of_the_model_with_its_adapter(
@@ -54,6 +55,7 @@ def test_log_probs_are_those_of_the_model_with_its_adapter(
     assert plain > 0.01, "without the adapter they would be others"
 
 
+@pytest.mark.slow
 def test_publishing_another_adapter(random_model, complete, difference, tmp_path):
     base = random_model("qwen2").alone
     models = {}
@@ -84,6 +86,7 @@ def test_publishing_another_adapter(random_model, complete, difference, tmp_path
     assert engine.version == 3
 
 
+@pytest.mark.slow
 def test_two_engines_serve_two_adapters_over_one_base_at_once(random_model, difference, tmp_path):
     base = random_model("llama").alone
     alone = [adapted(base, LoraSection(rank=2), seed) for seed in (1, 2)]

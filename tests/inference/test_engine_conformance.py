@@ -17,6 +17,7 @@ def case():
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS, ids=name_of)
 def test_the_embedded_engine(check, case):
     case.run(check(case))

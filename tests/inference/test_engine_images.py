@@ -58,6 +58,7 @@ def engine_of(name: str, **settings) -> TorchEngine:
     return TorchEngine(policy.model, policy.processor.tokenizer, EngineSection(**options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_log_probs_are_those_of_transformers_alone_in_turns_and_in_company(name):
     policy = policy_of(name)
@@ -91,6 +92,7 @@ def test_log_probs_are_those_of_transformers_alone_in_turns_and_in_company(name)
     asyncio.run(play())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*QUICK, *slow(*ROWS), *soak(*TREES)])
 def test_prompts_share_no_token_of_different_images(name):
     """Equal ids, and 16 tokens of chunk: chunks end inside images, and prefixes before them."""
@@ -116,6 +118,7 @@ def test_prompts_share_no_token_of_different_images(name):
     asyncio.run(play())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_vl", *soak("idefics3")])
 def test_new_weights_in_flight_recompute_images_of_a_trained_tower(name):
     policy = policy_of(name)
@@ -150,6 +153,7 @@ def test_new_weights_in_flight_recompute_images_of_a_trained_tower(name):
         asyncio.run(engine.begin(0))
 
 
+@pytest.mark.slow
 def test_a_frozen_tower_keeps_its_features_over_versions():
     policy = seeing_policy("idefics3")
     for key, parameter in policy.model.named_parameters():
@@ -170,6 +174,7 @@ def test_a_frozen_tower_keeps_its_features_over_versions():
     asyncio.run(play())
 
 
+@pytest.mark.slow
 def test_another_adapter_of_a_tower_encodes_images_again(tmp_path):
     """Also where nothing is trained, as in an engine that only serves."""
     pytest.importorskip("peft")
@@ -194,6 +199,7 @@ def test_another_adapter_of_a_tower_encodes_images_again(tmp_path):
     assert first.logprobs != second.logprobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_vl", *soak("idefics3")])
 def test_tokens_of_images_are_never_sampled(name):
     policy = seeing_policy(name)
@@ -220,6 +226,7 @@ def test_tokens_of_images_are_never_sampled(name):
     asyncio.run(play())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_vl", *slow("idefics3", "qwen3_5_linear", "gemma3")])
 def test_the_trainer_computes_the_log_probs_of_the_engine(name):
     policy = policy_of(name)

@@ -73,6 +73,7 @@ def params_of(index: int, max_new_tokens: int = 12) -> SamplingParams:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharing", [True, *soak(False)], ids=["shared", "unshared"])
 @pytest.mark.parametrize(
     "name",
@@ -105,6 +106,7 @@ def test_capped_attention_and_its_log_sum_exp(dtype):
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.3, *soak(1.0, 1.7)])
 @pytest.mark.parametrize("sharing", [True, *soak(False)], ids=["shared", "unshared"])
 def test_a_group_at_each_temperature(temperature, sharing, random_model, complete, difference):
@@ -155,6 +157,7 @@ def test_long_prompts_in_chunks(name, prefill_tokens, random_model, complete, di
     assert engine.stats()["engine/steps"] >= (1260 / 16 if prefill_tokens == 16 else 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.parametrize("opening", [COPIED, REFERRED], ids=["copied", "referred"])
 def test_turns_of_sessions(name, opening, random_model, difference):
@@ -183,6 +186,7 @@ def test_turns_of_sessions(name, opening, random_model, difference):
     assert engine.stats()["engine/session_hit_tokens"] > 12 * len(opening)
 
 
+@pytest.mark.slow
 def test_the_comparison_would_notice_a_wrong_window(random_model, difference, complete):
     """The models are not so flat that 1e-4 says nothing: the last token's log-probs move by much
     more when one far token changes."""

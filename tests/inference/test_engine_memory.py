@@ -202,6 +202,7 @@ def test_any_mix_of_requests(name, random_model, difference, monkeypatch):
     any_mix()
 
 
+@pytest.mark.slow
 def test_one_request_may_fill_the_whole_memory(random_model, difference):
     """Idle sessions and shared prefixes make way for it, and it does not matter that one of the
     prefixes is its own."""
@@ -215,6 +216,7 @@ def test_one_request_may_fill_the_whole_memory(random_model, difference):
     check("llama", random_model, difference, mix, engine, 256)
 
 
+@pytest.mark.slow
 def test_memory_follows_the_tokens_that_are_there(tiny_policy):
     """Not those that might have been drawn; an idle session needs its tokens alone, however long
     others are."""
@@ -250,6 +252,7 @@ def pressed(random_model, monkeypatch) -> TorchEngine:
     return TorchEngine(random_model("llama").model, config=EngineSection(kv_cache_tokens=128))
 
 
+@pytest.mark.slow
 def test_who_runs_out_of_room_waits_and_goes_on(pressed, random_model, complete):
     wide = TorchEngine(random_model("llama").model)
     answers = complete(pressed, *zip(*PRESSED, strict=True))
@@ -259,6 +262,7 @@ def test_who_runs_out_of_room_waits_and_goes_on(pressed, random_model, complete)
     assert again > 0, "somebody was sent back, and what it had drawn was computed again"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", ["continue", *soak("finish")])
 def test_new_weights_come_while_room_is_short(pressed, in_flight):
     """What was sent back to the queue has begun: it ends on the old weights as well."""

@@ -27,6 +27,7 @@ def new_weights(model) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() * 1.2 for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
@@ -70,6 +71,7 @@ def test_versions_only_grow(version, one):
     assert engine.version == 3
 
 
+@pytest.mark.slow
 def test_after_a_publish_nothing_old_is_left_in_a_cache(one, complete, difference):
     """A session and a shared prefix from before: both are computed again."""
     engine = TorchEngine(one.model)
@@ -91,6 +93,7 @@ def test_after_a_publish_nothing_old_is_left_in_a_cache(one, complete, differenc
         assert difference(one.logits(PROMPT + found.ids), PROMPT, found, LONG) < 1e-4
 
 
+@pytest.mark.slow
 def test_weights_changed_in_place_are_served_after_begin(one, complete, difference):
     engine = TorchEngine(one.model)
     complete(engine, [PROMPT] * 3, [LONG] * 3)
@@ -105,6 +108,7 @@ def test_weights_changed_in_place_are_served_after_begin(one, complete, differen
     assert found.versions == [0] * 24
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", ["finish", "continue"])
 def test_requests_in_flight(in_flight, one, difference):
     """`finish`: they end on the old weights, new ones wait. `continue`: each token comes from the
@@ -160,6 +164,7 @@ def test_requests_in_flight(in_flight, one, difference):
             )
 
 
+@pytest.mark.slow
 def test_a_resumed_engine_counts_on_from_its_checkpoint(one, complete):
     engine = TorchEngine(one.model)
     asyncio.run(engine.begin(7))

@@ -71,6 +71,7 @@ def test_numbers_out_of_range_are_refused_and_no_token_is_drawn(wrong, llama, co
     assert engine.stats()["engine/steps"] == 0
 
 
+@pytest.mark.slow
 def test_a_common_prompt_is_computed_once(llama, complete):
     prompt = prompt_of(200, 0)
     costs = {}
@@ -110,6 +111,7 @@ def test_a_turn_of_a_session_costs_its_new_tokens_only(llama, complete):
     assert second.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_session_that_goes_back_keeps_what_still_holds(llama, complete):
     """An edited history: the cache is used up to the first token that differs, and nothing after it
     leaks into the answer."""
@@ -148,6 +150,7 @@ def test_releasing_a_session_frees_it_and_unknown_names_are_fine(llama):
     assert engine.scheduler.sessions == {}
 
 
+@pytest.mark.slow
 def test_one_session_asked_twice_at_once_leaves_nothing_pinned(llama, complete):
     """An agent may ask twice without waiting. Both are answered, and the shared prefix can still be
     dropped afterwards."""
@@ -171,6 +174,7 @@ def test_one_session_asked_twice_at_once_leaves_nothing_pinned(llama, complete):
     ] == [0]
 
 
+@pytest.mark.slow
 def test_stop_tokens_end_a_completion_and_belong_to_it(llama, complete):
     prompt = prompt_of(12, 0)
     (free,) = complete(TorchEngine(llama), [prompt], [SamplingParams(max_new_tokens=20, seed=4)])
@@ -281,6 +285,7 @@ def test_cancelling_frees_the_slot_for_who_waits(llama):
     assert engine.stats()["engine/running"] == engine.stats()["engine/waiting"] == 0
 
 
+@pytest.mark.slow
 def test_a_cancelled_turn_of_a_session_loses_only_itself(llama, complete):
     engine = TorchEngine(llama)
     prompt = prompt_of(30, 0)
@@ -300,6 +305,7 @@ def test_a_cancelled_turn_of_a_session_loses_only_itself(llama, complete):
     assert found.ids == complete(TorchEngine(llama), [longer], [params])[0].ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "new", "section", "remedy"),
     [
@@ -339,6 +345,7 @@ def test_requests_without_sense_are_refused(llama):
         asyncio.run(engine.generate([5], SamplingParams(stop_strings=("x",)), deadline_s=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unknown", [-1, 97, 10**9])
 def test_a_token_that_the_model_does_not_know_harms_nobody_else(unknown, llama, complete):
     engine = TorchEngine(llama)

@@ -62,6 +62,7 @@ def holds_nothing(engine: TorchEngine) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", ["continue", "finish"])
 def test_asleep_nothing_is_computed_nor_held_and_afterwards_nothing_shows(
     in_flight, llama, complete
@@ -179,6 +180,7 @@ def test_a_request_that_is_given_up_while_the_engine_sleeps_is_never_computed(ll
     assert engine.stats()["engine/generated_tokens"] == 2
 
 
+@pytest.mark.slow
 def test_weights_that_come_while_it_sleeps_serve_when_it_wakes(own, difference):
     """A request in the middle goes on under them, and each of its tokens says so."""
     engine = TorchEngine(own.model)
@@ -210,6 +212,7 @@ def test_weights_that_come_while_it_sleeps_serve_when_it_wakes(own, difference):
         assert logprob == pytest.approx(float(by_version[version][place, token]), abs=1e-4), place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["sleep", "publish"])
 @pytest.mark.parametrize("ends", ["late", "cancelled"])
 def test_what_could_not_wait_for_running_requests_changes_nothing(what, ends, own):
@@ -252,6 +255,7 @@ def test_what_could_not_wait_for_running_requests_changes_nothing(what, ends, ow
     assert all(torch.equal(held[name], tensor) for name, tensor in own.model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_one_publish_at_a_time_and_the_older_one_is_refused(own):
     engine = TorchEngine(own.model)
     scaled = {
@@ -309,6 +313,7 @@ def test_weights_are_verified_in_a_thread_for_one_engine_only(own, random_model)
     assert engine.stats()["engine/refused_publishes"] == 1
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_tool_holds_no_slot_that_another_needs(llama, complete):
     """Memory for two conversations, five of them: each is idle for a while, four others use its
     place, and it goes on as if nothing had been."""

@@ -25,6 +25,7 @@ SECRET = "5e" * 32
 PARAMS = SamplingParams(max_new_tokens=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("secret", [SECRET, "6f" * 32])
 def test_an_engine_elsewhere_serves_beside_the_announced_ones_to_who_has_the_secret(
     tmp_path, monkeypatch, secret

@@ -84,6 +84,7 @@ def test_values_that_compare_equal_or_never_are_told_apart_by_their_bits():
     assert fingerprint(quiet) == fingerprint(quiet.clone()) != fingerprint(other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_lies_strangely_in_memory_has_the_fingerprint_of_its_values(dtype):
     tensor = some(dtype, 30_000).reshape(100, 300)

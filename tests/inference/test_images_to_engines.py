@@ -39,6 +39,7 @@ async def reached(engine, folder):
         yield client
 
 
+@pytest.mark.slow
 def test_images_reach_an_engine_and_hostile_ones_are_refused(tmp_path, monkeypatch):
     policy = seeing_policy("qwen2_vl")
     engine = TorchEngine(policy.model, policy.processor.tokenizer, EngineSection())
@@ -74,6 +75,7 @@ def test_images_reach_an_engine_and_hostile_ones_are_refused(tmp_path, monkeypat
     asyncio.run(play())
 
 
+@pytest.mark.slow
 def test_the_server_compares_spans_and_files_itself():
     policy = seeing_policy("qwen2_vl")
     first = policy.prompt(picture(1)).images[0]

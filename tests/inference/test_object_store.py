@@ -111,6 +111,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 def test_versions_come_back_to_the_bit_and_old_ones_go(rooms, tmp_path):
     writer = rooms.writer()
     reader = rooms.reader()

@@ -95,6 +95,7 @@ def test_an_object_that_never_keeps_still_is_given_up_in_time(tmp_path, monkeypa
     assert time.monotonic() - started < 50
 
 
+@pytest.mark.slow
 def test_readers_beside_writers_meet_whole_objects_only(store):
     """Two writers and a reader, in threads, as an engine's beat and a sampler's look are."""
     contents = [b"a" * 10, b"b" * 3000]

@@ -191,6 +191,7 @@ def test_a_version_for_which_there_is_no_room_comes_when_there_is(
     assert whole(folder, model, 3) and len(notes) == 1
 
 
+@pytest.mark.slow
 def test_while_a_trainer_waits_engines_get_what_was_damaged(small_config, tmp_path, monkeypatch):
     """Under `wait` at staleness 0 no further version would ever come. It tells that it waits."""
     monkeypatch.setattr(attempts, "POLL_INTERVAL_S", 0.1)

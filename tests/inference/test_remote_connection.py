@@ -126,6 +126,7 @@ def test_strangers_get_nothing_but_the_reason(given, tmp_path, caplog):
     assert logged_problems(caplog) == []
 
 
+@pytest.mark.slow
 def test_a_client_of_another_run_is_refused_until_it_has_the_secret(tmp_path, caplog):
     async def work():
         async with some(tmp_path / "engines", 1) as (engines, _client):
@@ -155,6 +156,7 @@ def test_a_client_of_another_run_is_refused_until_it_has_the_secret(tmp_path, ca
         RemoteEngine(["http://127.0.0.1:1"])
 
 
+@pytest.mark.slow
 def test_a_secret_that_can_not_be_read_is_said_on_either_side(tmp_path):
     async def work():
         async with some(tmp_path, 1) as (engines, client):

@@ -74,6 +74,7 @@ def test_shared_prefixes_chunks_and_company(settings, model, complete):
     assert (hits > 0) == section.prefix_sharing
 
 
+@pytest.mark.slow
 def test_turns_of_a_session(model):
     """Each tells what is new, from the last token of the turn before on; one that branches off
     earlier, too, and one whose cache was dropped."""
@@ -98,6 +99,7 @@ def test_turns_of_a_session(model):
     asyncio.run(talk())
 
 
+@pytest.mark.slow
 def test_new_weights_within_a_completion(model):
     """A token's row is of the weights that drew the next one; the context that is computed again
     under the new ones changes nothing of what was told. Interrupted three times, once before
@@ -159,6 +161,7 @@ def test_new_weights_within_a_completion(model):
     assert not same(rows.array()[before], other[before]), "else nothing could be told apart"
 
 
+@pytest.mark.slow
 def test_rows_of_an_earlier_version_that_goes_on_serving(model):
     engine = TorchEngine(copy.deepcopy(model), config=RECORDS)
 
@@ -174,6 +177,7 @@ def test_rows_of_an_earlier_version_that_goes_on_serving(model):
     check(model, SHORT, found)
 
 
+@pytest.mark.slow
 def test_who_does_not_record_tells_nothing(model, random_model, complete):
     (found,) = complete(TorchEngine(model), [SHORT], [params(1)])
     assert found.routed_experts is None

@@ -108,6 +108,7 @@ def play(rig: Rig, talk: Callable[[Rig], Coroutine[Any, Any, list[Turn]]]) -> No
     assert max(map(rig.gap, turns)) < 1e-4
 
 
+@pytest.mark.slow
 def test_the_rig_can_tell(bare):
     """Without a session nothing is known, and what is told of the same ids does differ."""
     rig = Rig(bare)
@@ -120,6 +121,7 @@ def test_the_rig_can_tell(bare):
     assert rig.gap(asyncio.run(talk())) > 1e-2
 
 
+@pytest.mark.slow
 def test_a_session_whose_cache_is_dropped(bare):
     """Twice, the second time before the first context is whole again."""
 

@@ -26,6 +26,7 @@ PARAMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [6, *soak(700)])
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_frequencies_are_those_of_the_distribution(params, vocabulary, distribution):

@@ -59,6 +59,7 @@ def expected(one, context: list[int], ids: list[int], temperature: float = 1.0) 
     return picked.squeeze(1).numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", [{}, {"prefill_tokens": 16, "kv_cache_tokens": 640}], ids=repr)
 @pytest.mark.parametrize("name", ["llama", *slow("gemma2", "qwen3", "mistral")])
 def test_they_are_those_of_a_full_forward_pass(name, section, random_model):
@@ -80,6 +81,7 @@ def test_they_are_those_of_a_full_forward_pass(name, section, random_model):
     assert not engine.scheduler.running and not engine.scheduler.waiting
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not linear.available(), reason="another library multiplies here")
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_a_drawn_token_has_the_log_prob_that_it_was_drawn_with(temperature, random_model):
@@ -122,6 +124,7 @@ def test_they_are_the_trainers(random_model):
         assert np.abs(logp.numpy() - answer.logprobs).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_all_of_them_come_from_one_version(random_model):
     """New weights in the middle of a long request: it begins again."""
     one = copy.deepcopy(random_model("llama"))

@@ -106,6 +106,7 @@ def test_nothing_is_served_over_keys_and_values_of_other_weights(tmp_path, monke
     asyncio.run(play())
 
 
+@pytest.mark.slow
 def test_weights_of_somebody_else_are_never_a_version(tmp_path, monkeypatch):
     async def play():
         async with by_url(tmp_path, monkeypatch) as (case, server):
@@ -116,6 +117,7 @@ def test_weights_of_somebody_else_are_never_a_version(tmp_path, monkeypatch):
     asyncio.run(play())
 
 
+@pytest.mark.slow
 def test_a_wrong_key_is_said(tmp_path, monkeypatch):
     async def play():
         with pytest.raises(EngineError, match="admin_api_key"):

@@ -44,6 +44,7 @@ def make_params(index: int, max_new_tokens: int = 8) -> SamplingParams:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "support"),
     [
@@ -64,6 +65,7 @@ def test_what_a_models_states_support(name, support, random_model):
     assert measured.size(200) >= measured.size(100) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharing", [True, *slow(False)], ids=["shared", "unshared"])
 @pytest.mark.parametrize("name", NAMES)
 def test_requests_in_company(name, sharing, random_model, complete, difference):
@@ -120,6 +122,7 @@ def test_a_prompt_of_which_a_step_computes_one_token(name, random_model, differe
     assert engine.stats()["engine/session_hit_tokens"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-next", "gpt-oss-rows", "mamba"])
 def test_memory_for_a_few_only(name, random_model, complete, difference):
     """Requests queue, the youngest ones return to the queue, and prefixes are dropped."""
@@ -139,6 +142,7 @@ def test_memory_for_a_few_only(name, random_model, complete, difference):
     assert engine.stats()["engine/kv_tokens"] <= memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_turns_of_sessions(name, random_model, difference):
     """Three conversations of three turns; each turn extends the one before it, and the last turn of
@@ -185,6 +189,7 @@ def test_scores_of_given_tokens(name, random_model):
     torch.testing.assert_close(torch.tensor(scores.logprobs), expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", ["continue", *soak("finish")])
 def test_new_weights_drop_all_states(in_flight, random_model, difference):
     policy = random_model("qwen3-next")

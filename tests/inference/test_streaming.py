@@ -100,6 +100,7 @@ def test_a_token_is_told_before_the_next_step_begins(llama, monkeypatch):
     assert events == [*["step", "told"] * 12, "completed"]
 
 
+@pytest.mark.slow
 def test_each_request_has_its_own_listener_or_none(llama):
     rng = random.Random(0)
     prompts = [[rng.randrange(2, 97) for _ in range(rng.randint(1, 70))] for _ in range(6)]
@@ -124,6 +125,7 @@ def test_each_request_has_its_own_listener_or_none(llama):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [ValueError("no"), asyncio.CancelledError()], ids=repr)
 def test_a_listener_that_raises_ends_its_own_request_alone(llama, error):
     async def work():

@@ -85,6 +85,7 @@ def test_other_ids_than_the_prompts_are_refused() -> None:
         check_expanded([1, 2], [1, 3])
 
 
+@pytest.mark.slow
 def test_models_that_vllm_can_not_show_images_are_refused_before_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

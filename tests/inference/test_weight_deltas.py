@@ -101,6 +101,7 @@ def no_sync():
         yield
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(25), deadline=None)
 @given(actions=ACTIONS, seed=st.integers(0, 2**31))
 def test_any_history_serves_the_trainers_bits_or_nothing(actions, seed, tmp_path_factory, no_sync):

@@ -80,6 +80,7 @@ def base_folder(tiny: LoadedModel, tmp_path: Path) -> Path:
     return save_model(tiny.model, tiny.tokenizer, tmp_path / "base")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init", ["default", "gaussian", "orthogonal"])
 def test_a_fresh_adapter_changes_nothing_and_alone_is_trained(init, base):
     plain = base()
@@ -140,6 +141,7 @@ def test_options_mean_what_they_mean_in_peft(base):
     } == {"base_layer"}
 
 
+@pytest.mark.slow
 @needs_onednn
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", ["llama", *soak("qwen2", "qwen3", "mistral")])
@@ -183,6 +185,7 @@ def test_fused_passes_have_the_adapters_of_now(change, base):
     torch.testing.assert_close(after, unfused(model), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @needs_onednn
 def test_hooks_dropout_and_merged_adapters_take_the_ordinary_way(base):
     model = prepare(moved(add_adapter(base(), LoraSection(rank=4, dropout=0.5), seed=1)))
@@ -235,6 +238,7 @@ def test_only_adapters_get_gradients_and_a_frozen_base_keeps_no_activations(base
     assert with_adapters < sum(kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_saved_adapter_is_the_same_to_plain_peft_and_to_us(variant, base_folder, tmp_path):
     section = ModelSection(name=str(base_folder), device="cpu", lora=VARIANTS[variant])
@@ -259,6 +263,7 @@ def test_a_saved_adapter_is_the_same_to_plain_peft_and_to_us(variant, base_folde
     assert ours.tokenizer.get_vocab() == loaded.tokenizer.get_vocab()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant", ["dora", "names", *soak(*(one for one in VARIANTS if one not in ("dora", "names")))]
 )
@@ -282,6 +287,7 @@ def test_a_merged_model_is_a_plain_one_with_the_same_answers(variant, base_folde
     )
 
 
+@pytest.mark.slow
 def test_a_bfloat16_base_has_float32_adapters_and_merges_to_bfloat16(tiny, tmp_path):
     base = save_model(tiny.model.bfloat16(), tiny.tokenizer, tmp_path / "base")
     loaded = load_model(
@@ -298,6 +304,7 @@ def test_a_bfloat16_base_has_float32_adapters_and_merges_to_bfloat16(tiny, tmp_p
     torch.testing.assert_close(alone(merged).float(), expected, rtol=0.05, atol=0.1)
 
 
+@pytest.mark.slow
 def test_a_base_that_moved_is_given_again(base_folder, tmp_path):
     loaded = load_model(ModelSection(name=str(base_folder), device="cpu", lora=LORA), seed=4)
     expected = alone(moved(loaded.model))
@@ -314,6 +321,7 @@ def test_a_base_that_moved_is_given_again(base_folder, tmp_path):
     torch.testing.assert_close(alone(merged), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_several_adapters_over_one_base(base_folder, tmp_path):
     folders = []
     expected = []
@@ -379,6 +387,7 @@ def test_layers_that_can_have_no_adapter(section, message, base):
         add_adapter(base("llama"), section, seed=0)  # its embeddings are tied
 
 
+@pytest.mark.slow
 def test_folders_that_are_no_fitting_adapter(base_folder, base, tmp_path):
     with pytest.raises(ModelError, match="holds no adapter"):
         check_lora(LoraSection(adapter=base_folder))
@@ -408,6 +417,7 @@ def test_folders_that_are_no_fitting_adapter(base_folder, base, tmp_path):
         check_lora(LoraSection(adapter=adapter))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "rounding"), [("8bit", 0.1), ("4bit", 0.5)])
 def test_adapters_over_a_quantized_base(kind, rounding, tiny_policy, tmp_path):
     """The base keeps its answers but for rounding, takes no gradient, and stays small; adapters

@@ -89,6 +89,18 @@ def test_a_required_call_is_written_as_the_family_writes_it(name):
     assert reads(chat, now, chat._written(Message("assistant", "", CALLS[1:])).strip())
 
 
+@pytest.mark.parametrize("more", [{}, {"additionalProperties": True}, {"allOf": [{}]}])
+def test_a_call_has_a_parameter_without_a_name_only_if_the_schema_says_so(more):
+    chat = chat_of("hermes")
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, **more}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    grammar = grammar_of(AnswerForm(calls="required"), chat, tools, ASK)
+    for arguments, is_named in (('{"a": 3}', True), ('{"a": 3, "c": 4}', False)):
+        call = ToolCall("add", arguments, "c1")
+        text = chat._written(Message("assistant", "", (call,))).strip()
+        assert reads(chat, grammar, text) == (is_named or bool(more))
+
+
 def test_a_template_without_a_place_for_calls_writes_plain_json():
     tokenizer = copy.deepcopy(tiny_policy().tokenizer)
     tokenizer.chat_template = (
@@ -181,6 +193,7 @@ def fits(call):
     return set(arguments) == {"a", "b"} and isinstance(arguments["a"], int)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek", *soak(*sorted({*JSON_BEHIND_A_NAME} - {"deepseek"}))])
 def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(name):
     chat = chat_of(name)
@@ -203,6 +216,7 @@ def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(name):
 kept_chat_of = cache(chat_of)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None)
 @given(
     st.sampled_from(sorted(JSON_BEHIND_A_NAME)),

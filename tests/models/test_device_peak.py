@@ -43,6 +43,7 @@ def test_float32_is_by_what_pytorch_may_use():
     assert [peak.flops_per_s for peak in peaks if peak is not None] == [67e12, 494.5e12]
 
 
+@pytest.mark.slow
 def test_a_cpu_is_measured_once_and_no_program_is_faster(monkeypatch):
     module._measure.cache_clear()
     found = device_peak(torch.device("cpu"), torch.float32)

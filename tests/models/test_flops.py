@@ -87,6 +87,7 @@ def _computed(flops: ModelFlops) -> tuple[float, float]:
     return flops.forward(work), flops.training(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*IN_CI, *soak(*(n for n in CONFIGS if n not in IN_CI))])
 def test_full_fine_tuning(name: str):
     model = _model(CONFIGS[name])
@@ -119,6 +120,7 @@ def test_a_frozen_base_needs_no_gradient_of_its_weights(lora: dict[str, Any]):
     ), "the base is frozen"
 
 
+@pytest.mark.slow
 def test_only_the_adapter_in_use_counts(tmp_path):
     model = add_adapter(_model(LlamaConfig(**SHAPE)), LoraSection(rank=16), 0)
     alone = model_flops(model)

@@ -124,6 +124,7 @@ def test_a_hub_model_is_fetched_through_huggingface_hub(
     assert len(told) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.cold_start
 def test_known_models_are_listed_without_torch() -> None:
     assert "smollm2-135m-instruct" in known_models.names()

@@ -101,6 +101,7 @@ def recorded(model, batch) -> torch.Tensor:
     return torch.from_numpy(recording.rows().astype("int64"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*QUICK, *slow(*SLOW)])
 def test_replaying_what_was_chosen_changes_no_bit_and_other_experts_are_taken(name, tiny):
     model = enable_routing(tiny(name))
@@ -150,6 +151,7 @@ def test_weights_are_the_softmax_of_present_logits_over_the_recorded_experts(nam
         assert slope.any(-1).all(), "the router learns at every token"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_layers_that_are_computed_again_choose_the_same_experts(checkpointing, random_model):
     model = enable_routing(copy.deepcopy(random_model("qwen3-moe").model))

@@ -87,6 +87,7 @@ def test_template_names_the_assistant_unless_told_otherwise(
     assert chat.end_ids == (2,)
 
 
+@pytest.mark.slow
 def test_weights_know_english_and_france(smollm2: LoadedModel) -> None:
     tokenizer = smollm2.tokenizer
     model = smollm2.model
@@ -113,6 +114,7 @@ def test_weights_know_english_and_france(smollm2: LoadedModel) -> None:
         assert model(ids, labels=ids).loss.item() < 4.0  # nats per token; chance is 10.8
 
 
+@pytest.mark.slow
 def test_a_wrongly_converted_tokenizer_is_noticed(smollm2_folder: Path) -> None:
     from tokenizers import pre_tokenizers
 

@@ -278,6 +278,7 @@ def test_a_chat_format_streams_what_its_text_says(tokenizer) -> None:
         assert pieces[:3] == ["G", "o", " "]
 
 
+@pytest.mark.slow
 @pytest.mark.smollm2
 @pytest.mark.timeout(1800)  # the first test may download
 def test_smollm2_streams_what_it_says(smollm2_folder) -> None:

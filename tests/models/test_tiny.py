@@ -174,6 +174,7 @@ def test_model_fits_its_tokenizer(kind: str) -> None:
 SEEING = TinyModel(hidden_size=32, num_layers=1, num_heads=2, context_length=64, vision=True)
 
 
+@pytest.mark.slow
 def test_a_policy_that_sees_reads_an_image_as_tokens() -> None:
     section = ModelSection(name="tiny", device="cpu", tiny=SEEING)
     loaded = load_model(section, corpus=lambda: CORPUS)

@@ -44,6 +44,7 @@ def padded(tmp_path_factory) -> LoadedModel:
     return read
 
 
+@pytest.mark.slow
 def test_what_is_drawn_is_a_token_and_the_trainer_computes_its_log_prob(padded):
     engine = TorchEngine(padded.model, padded.tokenizer)
     requests = [(PROMPT, params("", seed, max_new_tokens=32)) for seed in range(6)]
@@ -89,6 +90,7 @@ def test_a_prompt_with_an_id_that_is_no_token_is_refused(padded):
         complete(engine, [([*PROMPT, tokens], params(""))])
 
 
+@pytest.mark.slow
 def test_banned_tokens_are_never_drawn_and_the_trainer_computes_the_same_distribution(padded):
     model = copy.deepcopy(padded.model)
     favourites = [70, 71, 100, len(padded.tokenizer) - 1]

@@ -97,6 +97,7 @@ def strange():
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -167,6 +168,7 @@ def test_windows_and_chunks_together_are_refused(strange):
         prepare(strange("llama4"), compute="tree")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [Shifted, lambda inner: Full(inner, 12)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_no_config_tells_is_found_by_trying(wrapped, dtype, random_model):
@@ -248,6 +250,7 @@ def test_models_that_score_tokens_are_tried_too():
         prepare(BertForTokenClassification(BertConfig(**config)))
 
 
+@pytest.mark.slow
 def test_every_call_of_attention_is_counted(random_model):
     """Latent attention keeps keys of another width than values; loops keep those of each round."""
     shape = SHAPE | {"num_key_value_heads": 4}

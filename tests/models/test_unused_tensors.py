@@ -111,6 +111,7 @@ def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_model_has_them_and_so_has_what_is_trained_from_it(
     kind: str, bases: dict[str, Path], tmp_path: Path
@@ -158,6 +159,7 @@ def test_layers_that_the_recipe_leaves_out_are_not_kept(
     assert not any(name.startswith("model.layers.1.") for name in tensors_of(saved))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merged_adapter_has_those_of_its_base(
     kind: str, bases: dict[str, Path], tmp_path: Path
@@ -261,6 +263,7 @@ def named(names: Iterable[str], part: str) -> list[str]:
     return [name for name in names if part in name]
 
 
+@pytest.mark.slow
 def test_a_model_that_sees_is_whole_again_after_training_on_text(
     seeing: Path, tmp_path: Path
 ) -> None:

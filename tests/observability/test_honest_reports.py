@@ -81,6 +81,7 @@ def texts_of(temperature: float) -> list[str]:
     return [outcome(shown), out.getvalue().partition("probability:")[0], html]
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_not_shown_as_certain_ones():
     for text in texts_of(0.0):
         assert "greedy" in text

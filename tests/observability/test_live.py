@@ -265,6 +265,7 @@ def test_what_an_algorithm_learns_beside_the_policy_is_shown():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.cold_start
 def test_a_reader_that_is_gone_ends_nothing() -> None:
     """As in `agentevo train coins | head -1`."""

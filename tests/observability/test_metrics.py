@@ -207,6 +207,7 @@ def test_evaluations_are_read_by_environment() -> None:
     )
 
 
+@pytest.mark.slow
 def test_importing_the_room_loads_nothing_heavy() -> None:
     heavy = ("torch", "matplotlib", "rich", "tensorboard", "sqlalchemy", "transformers")
     code = (

@@ -301,6 +301,7 @@ def make_run(
     asyncio.run(fill())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_pictures")
 def test_a_report_is_made_from_the_files_alone(
     tmp_path: Path, rows: list[MetricsRow], summary: Mapping[str, Any], decode: Callable[[int], str]

@@ -66,6 +66,7 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 def test_every_fourth_step_and_the_last_one_have_pages(make: Make, capsys) -> None:
     rows = [(attempt(f"s{step}-{n}"), "train", step) for step in range(1, 8) for n in range(3)]
     rows += [(attempt(f"e5-{n}"), "eval", 5) for n in range(3)]
@@ -128,6 +129,7 @@ def test_hostile_ids_and_words_are_names_and_text(make: Make, tmp_path: Path) ->
         assert f"script-src 'sha256-{digest}'" in unescape(text)
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(max_size=300), unique=True, max_size=5))
 def test_no_two_ids_share_a_file_on_any_file_system(ids: list[str]) -> None:
     names = [page_name(one) for one in ids]

@@ -222,6 +222,7 @@ def test_outputs_are_compared_as_judges_of_programs_do():
     assert not is_right_value({"a": 1}, {"b": 1}) and not is_right_value("1", 1)
 
 
+@pytest.mark.slow
 def test_code_is_the_last_block_of_python():
     assert code_of("```python\na\n```\n```python\nb\n```\n```sh\nls\n```").strip() == "b"
     assert code_of("x = 1") == "x = 1"

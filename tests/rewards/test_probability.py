@@ -245,6 +245,7 @@ def test_an_opening_is_within_its_text(text):
         assert find_opening(whole, place) == len(opening_text(place))
 
 
+@pytest.mark.slow
 def test_hostile_replies_take_no_longer_than_others():
     for text in (
         "<answer>" * 100_000,

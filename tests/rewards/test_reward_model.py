@@ -82,6 +82,7 @@ def ours(tiny_policy, tmp_path):
     return folder, value
 
 
+@pytest.mark.slow
 def test_it_is_what_transformers_says_of_the_whole_conversation(ours):
     folder, value = ours
     attempts = [attempt(reply, number=i) for i, reply in enumerate(REPLIES)]
@@ -118,6 +119,7 @@ def test_attempts_that_wait_together_are_judged_together(ours, monkeypatch):
     assert sum(sizes) == 9 and len(sizes) <= 4 and max(sizes) <= 4
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_one_attempt_is_its_own(ours):
     one = scorer(ours[0])
     good = attempt("left")
@@ -138,6 +140,7 @@ def test_what_is_wrong_with_one_attempt_is_its_own(ours):
     assert not one._waiting
 
 
+@pytest.mark.slow
 def test_a_template_that_refuses_fails_that_attempt_alone(ours):
     folder, _ = ours
     template = (folder / "chat_template.jinja").read_text()

@@ -142,6 +142,7 @@ def test_every_row_is_used_or_accounted_for_and_none_is_in_both_halves(tmp_path)
         read_tasks(TasksSection(train=lines(tmp_path / "bad.jsonl", {"bad": 1})))
 
 
+@pytest.mark.slow
 def test_files_that_the_code_agent_could_not_be_given_are_a_bad_row(tmp_path):
     cells = [{"a/b.txt": "1"}, {"../x": ""}, ["a"], {"large": "x" * (9 * 2**20)}]
     path = lines(

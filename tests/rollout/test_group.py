@@ -134,6 +134,7 @@ def played(loaded, chat, scripted_engine, end, files=()) -> Trajectory:
     return trajectory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["returns", "raises"])
 def test_a_process_that_the_agent_forks_does_not_go_on_with_the_run(
     way, loaded, chat, scripted_engine

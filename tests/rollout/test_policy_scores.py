@@ -112,6 +112,7 @@ def probability(model, chat, context, text):
     return rows.gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1).exp().mean().item()
 
 
+@pytest.mark.slow
 def test_a_real_policy_says_what_a_forward_pass_says(play, tmp_path):
     found, engine = play()
     chat = ChatFormat(engine.tokenizer)
@@ -138,6 +139,7 @@ def test_a_real_policy_says_what_a_forward_pass_says(play, tmp_path):
         assert one.reward == pytest.approx(min(max(here - max(before), 0), 1), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_baselines_of_a_run_are_those_of_its_beginning(play, tmp_path):
     """Of tasks that come later, too; a resumed run reads them."""
     _, engine = play()
@@ -191,6 +193,7 @@ def test_an_engine_that_fails_is_no_attempts_failure(play, monkeypatch):
     assert asked
 
 
+@pytest.mark.slow
 def test_a_reward_of_ones_own_asks_the_policy(play, own_rewards):
     class Sure:
         def __init__(self, config):
@@ -207,6 +210,7 @@ def test_a_reward_of_ones_own_asks_the_policy(play, own_rewards):
     assert all(one.status == "completed" and one.reward < 0 for one in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "said"),
     [
@@ -233,6 +237,7 @@ def test_what_a_reward_does_before_it_scores_ends_the_run_with_a_reason(
         play(rewards=[{"name": "asks", "timeout_s": 300.0 if does else 0.05}])
 
 
+@pytest.mark.slow
 def test_where_no_engine_is_at_hand_the_score_has_failed(play):
     found, _ = play()
     config = build_config({"rewards": ["rlpr"]}, needs_environment=False)

@@ -142,6 +142,7 @@ def test_requests_carry_the_recipes_sampling_and_seeds_of_their_own(sample):
     assert len({p.seed for p in params}) == 8
 
 
+@pytest.mark.slow
 def test_seeds_follow_run_task_attempt_step_and_pass(sample):
     def seeds(**arguments):
         return {
@@ -154,6 +155,7 @@ def test_seeds_follow_run_task_attempt_step_and_pass(sample):
     assert len(set().union(seeds(store="third"), *others)) == 32
 
 
+@pytest.mark.slow
 def test_a_greedy_attempt_beside_each_group(sample):
     found, stored, engine, counts = sample(Asker(), ["left"] * 12, baseline=True)
     assert [(t.task_id, t.attempt, t.group_id) for t in found] == [
@@ -232,6 +234,7 @@ def test_an_engine_that_fails_costs_nobody_an_attempt(error, sample, monkeypatch
     assert 8 < len(engine.requests) <= 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -280,6 +283,7 @@ def test_an_episode_that_hangs_is_ended_at_its_deadline(sample, monkeypatch):
     assert found[2].duration_s == 1.0
 
 
+@pytest.mark.slow
 def test_a_group_that_is_in_the_store_is_read_and_not_sampled_again(sample, tmp_path):
     before, *_ = sample(Asker(), ["left"] * 12, baseline=True)
     found, stored, engine, _ = sample(Asker(), ["right"] * 12, baseline=True)
@@ -299,12 +303,14 @@ def test_a_group_that_is_in_the_store_is_read_and_not_sampled_again(sample, tmp_
     assert len(engine.requests) == 6 and len(stored) == 6
 
 
+@pytest.mark.slow
 def test_a_larger_pass_over_groups_that_are_in_the_store_is_refused_where_it_differs(sample):
     sample(Asker(), ["left"] * 8)
     with pytest.raises(StoreError, match="other content"):
         sample(Asker(), ["right"] * 12, attempts=3)
 
 
+@pytest.mark.slow
 def test_the_first_attempts_to_complete_are_enough(sample):
     """Attempts 0 and 3 hang, 1 fails: of five begun, 2 and 4 complete, and the others are broken
     off with what they have said."""
@@ -344,6 +350,7 @@ def test_the_first_attempts_to_complete_are_enough(sample):
     )
 
 
+@pytest.mark.slow
 def test_engines_that_can_not_be_reached_are_waited_for(sample, monkeypatch):
     gone = EngineUnavailableError("no engine")
     monkeypatch.setattr("agentevo.rollout.sampler.RETRIES", RetryPolicy(first_delay_s=0.01))
@@ -359,6 +366,7 @@ def test_engines_that_can_not_be_reached_are_waited_for(sample, monkeypatch):
         sample(Asker(), [gone] * 99, store="away")
 
 
+@pytest.mark.slow
 def test_on_policy_means_on_policy(tmp_path):
     """Real sampler, engine and trainer on one tiny policy, over turns: the trainer's log-probs are
     the engine's, so the ratio is 1."""

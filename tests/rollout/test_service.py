@@ -97,6 +97,7 @@ def test_waiting_never_admits_a_token_beyond_the_bound(seed, url, make_service, 
     assert eta == 0 or max(ages) > 0, "nothing was sampled ahead"
 
 
+@pytest.mark.slow
 def test_weights_that_are_too_old_after_all_are_not_written(url, make_service, moving_engine):
     """An engine that says 3 and draws under 0, as one that comes back may."""
 
@@ -133,6 +134,7 @@ def test_weights_that_are_too_old_after_all_are_not_written(url, make_service, m
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_others_keep_so_many_tasks_on_their_way(url, make_service, moving_engine):
     """Of two services that look at the same time both may add one: 4, or 5."""
 
@@ -178,6 +180,7 @@ def test_others_keep_so_many_tasks_on_their_way(url, make_service, moving_engine
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_room_for_dynamic_sampling(url, make_service, moving_engine):
     """Three rounds may take three steps' worth of groups before any is let go of."""
 
@@ -194,6 +197,7 @@ def test_room_for_dynamic_sampling(url, make_service, moving_engine):
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_no_more_attempts_than_there_is_room_for(url, make_service, moving_engine):
     async def scenario():
         together = asyncio.Barrier(4)
@@ -218,6 +222,7 @@ def test_no_more_attempts_than_there_is_room_for(url, make_service, moving_engin
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_the_agent_sees_the_task_as_it_was_given(url, make_service, moving_engine, two_turns):
     async def scenario():
         agent = two_turns()
@@ -233,6 +238,7 @@ def test_the_agent_sees_the_task_as_it_was_given(url, make_service, moving_engin
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_lost_lease_ends_the_work_and_the_late_writer_writes_nothing(
     url, make_service, moving_engine, two_turns
 ):
@@ -285,6 +291,7 @@ def test_a_lost_lease_ends_the_work_and_the_late_writer_writes_nothing(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_lease_that_ran_out_and_that_nobody_took_goes_on(
     url, make_service, moving_engine, two_turns
 ):
@@ -359,6 +366,7 @@ def _later(now):
     return now._replace(steady=now.steady + 3600)
 
 
+@pytest.mark.slow
 def test_cancelled_by_age_and_recorded(url, make_service, moving_engine, two_turns):
     """Attempt 0 hangs after its first turn, at version 0; the trainer goes on to version 2, with a
     bound of 1."""
@@ -405,6 +413,7 @@ def test_cancelled_by_age_and_recorded(url, make_service, moving_engine, two_tur
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["wait", "mask", "correct"])
 def test_only_cancel_cancels_by_age(policy, url, make_service, moving_engine, two_turns):
     async def scenario():
@@ -439,6 +448,7 @@ def test_only_cancel_cancels_by_age(policy, url, make_service, moving_engine, tw
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_stop_gives_the_tasks_back_at_once(url, make_service, moving_engine, two_turns):
     async def scenario():
         hold = asyncio.Event()
@@ -520,6 +530,7 @@ def test_a_service_that_is_cancelled_stops_as_cleanly(url, make_service, moving_
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_group_that_is_in_the_store_is_not_sampled_again(url, make_service, moving_engine):
     async def scenario():
         async with await open_store(url) as store:

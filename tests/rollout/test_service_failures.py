@@ -45,6 +45,7 @@ def test_infrastructure_is_retried_and_set_aside_at_the_bound(url, make_service,
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_task_whose_engine_always_fails_becomes_poison(
     url, make_service, moving_engine, two_turns
 ):
@@ -70,6 +71,7 @@ def test_a_task_whose_engine_always_fails_becomes_poison(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_task_that_is_leased_again_before_its_last_attempt_is_over_is_played(
     url, make_service, moving_engine
 ):
@@ -97,6 +99,7 @@ def test_a_task_that_is_leased_again_before_its_last_attempt_is_over_is_played(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_task_that_becomes_poison_is_told_of_once(url, make_service, moving_engine):
     told: list[str] = []
 
@@ -123,6 +126,7 @@ def test_a_task_that_becomes_poison_is_told_of_once(url, make_service, moving_en
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_what_an_agent_swallows_is_still_the_engines_failure(url, make_service, moving_engine):
     class Swallower:
         async def run(self, task, policy):
@@ -148,6 +152,7 @@ def test_what_an_agent_swallows_is_still_the_engines_failure(url, make_service, 
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_engines_that_are_away_cost_their_tasks_nothing(url, make_service, moving_engine):
     async def scenario():
         engine = moving_engine(fails=[EngineUnavailableError("none left")] * 3)
@@ -185,6 +190,7 @@ def test_a_task_that_makes_engines_unreachable_is_counted_in_the_end(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_failing_agent_is_data(url, make_service, moving_engine, two_turns):
     def between(task, policy):
         if policy.name.endswith("#1"):
@@ -274,6 +280,7 @@ def test_a_database_that_stays_away_ends_the_service(url, make_service, moving_e
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_greedy_attempt_beside_a_group_in_which_nothing_completed_is_put_aside(
     url, make_service, moving_engine, two_turns
 ):
@@ -304,6 +311,7 @@ def test_a_greedy_attempt_beside_a_group_in_which_nothing_completed_is_put_aside
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_no_number_fails_its_attempt(url, make_service, moving_engine):
     class NaN:
         async def run(self, task, policy):
@@ -324,6 +332,7 @@ def test_a_reward_that_is_no_number_fails_its_attempt(url, make_service, moving_
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_what_the_store_refuses_fails_its_attempt_with_the_reason(
     url, make_service, moving_engine, monkeypatch
 ):

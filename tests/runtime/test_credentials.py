@@ -184,6 +184,7 @@ def test_a_password_in_the_configuration_is_refused_and_not_shown(
     assert shown.out == "" and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_what_is_written_of_a_configuration_has_the_name_and_not_the_password(recipe, capsys):
     config = load_config(recipe)
     url = f"{AT_HOST}{recipe.parent}/vault.sqlite"
@@ -334,6 +335,7 @@ def test_a_whole_run_leaves_the_password_nowhere(recipe, capfd, monkeypatch):
     assert "s3cr" not in shown.out + shown.err + "".join(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["x" * 10**6, "=" + "password" * 10**5, "a:" * 5 * 10**5])
 def test_the_search_for_passwords_reads_a_long_text_once(text):
     assert without_passwords(text) == text  # minutes, where it begins again at each character

@@ -43,6 +43,7 @@ def uses_of_kinds(tree: ast.AST) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_no_other_module_names_a_kind_of_accelerator() -> None:
     texts = {
         str(path.relative_to(SOURCES)): path.read_text(encoding="utf-8")

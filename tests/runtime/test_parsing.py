@@ -77,6 +77,7 @@ def test_yaml_beyond_the_limits_is_refused_with_its_line(text, expected):
     assert time.process_time() - started < 20
 
 
+@pytest.mark.slow
 def test_aliases_of_aliases_are_counted_as_often_as_they_are_used():
     lines = ["a0: &a0 [x, x]"]
     lines += [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}, *a{n - 1}]" for n in range(1, 40)]

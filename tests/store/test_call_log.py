@@ -257,6 +257,7 @@ def test_a_million_calls_take_bounded_memory(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_recorded_and_dropped_add_up(
     store: MemoryStore, make_log: Callable[..., CallLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:

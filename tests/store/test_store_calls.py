@@ -90,6 +90,7 @@ def test_a_call_is_running_then_ended_or_lost(url: str, clock: Any) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_many_calls_are_read_page_by_page(url: str) -> None:
     async def scenario() -> None:
         async with await open_store(url) as store:

@@ -123,6 +123,7 @@ def test_bad_targets_are_refused(url: str, filled: list[Trajectory], tmp_path: P
     assert not list(tmp_path.glob(".*.part"))
 
 
+@pytest.mark.slow
 def test_a_whole_store_travels_to_any_backend_and_back(
     new_url: Callable[[], str],
     sqlite_url: str,

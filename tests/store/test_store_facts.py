@@ -343,6 +343,7 @@ def test_what_could_not_be_read_back_is_refused(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_filters_select_and_order(url: str, make_trajectory: Make) -> None:
     async def scenario() -> None:
         async with await open_store(url) as store:

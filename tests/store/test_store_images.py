@@ -49,6 +49,7 @@ def digests(*images: ImageFile) -> list[str]:
     return sorted(image.part.sha256 for image in images)
 
 
+@pytest.mark.slow
 def test_an_image_is_stored_once_and_read_back(url: str, make_trajectory: Make) -> None:
     async def scenario() -> None:
         async with await open_store(url) as store:
@@ -185,6 +186,7 @@ def test_a_row_whose_image_is_missing_is_refused(url: str, make_trajectory: Make
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_wrong_and_large_images_are_refused(sqlite_url: str) -> None:
     """The largest image is too slow for a test server of MongoDB on a busy machine."""
 
@@ -277,6 +279,7 @@ def test_concurrent_puts_are_one_row(url: str) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_export_and_import(url: str, make_trajectory: Make, tmp_path: Path) -> None:
     async def scenario() -> None:
         first = tmp_path / "first.jsonl.gz"

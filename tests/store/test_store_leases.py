@@ -384,6 +384,7 @@ def test_the_stores_own_clock_goes_on(url: str, make_task: Callable[..., Task]) 
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_whole_groups_are_listed_oldest_first(
     url: str, make_trajectory: Callable[..., Trajectory]
 ) -> None:

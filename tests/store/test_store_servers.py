@@ -117,6 +117,7 @@ def test_groups_are_found_without_a_walk_over_their_split(
     ), "\n\n".join(of_groups)
 
 
+@pytest.mark.slow
 def test_a_postgresql_schema_of_a_newer_version_is_refused(postgresql: PostgreSQL) -> None:
     async def scenario() -> None:
         url = postgresql.url(unused_name())
@@ -154,6 +155,7 @@ def test_a_connection_that_a_dying_server_left_half_open_is_a_database_that_is_a
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_mongodb_schema_of_a_newer_version_is_refused(mongodb: MongoDB) -> None:
     async def scenario() -> None:
         url = mongodb.url(unused_name())
@@ -165,6 +167,7 @@ def test_a_mongodb_schema_of_a_newer_version_is_refused(mongodb: MongoDB) -> Non
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_gc_on_mongodb_is_many_transactions(
     mongodb: MongoDB, make_trajectory: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,6 +173,7 @@ FILTERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_every_query_uses_an_index(sqlite_url: str, make_trajectory: Make) -> None:
     """Every call of the protocol, its statements caught and explained by SQLite."""
     seen: list[tuple[str, object]] = []

@@ -119,6 +119,7 @@ def test_log_probs_and_gradient_stay_the_same(
     assert [*dict(model.named_parameters())] == [*dict(plain.named_parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["selective", "full"])
 def test_adapters_with_dropout_draw_the_same_again(kind, random_model, samples_of, gradient):
     base = copy.deepcopy(random_model("qwen2").alone)
@@ -139,6 +140,7 @@ def test_adapters_with_dropout_draw_the_same_again(kind, random_model, samples_o
     assert not torch.equal(found[0], run(plain, batch, gradient)[1]), "it did drop out"
 
 
+@pytest.mark.slow
 def test_a_frozen_base_is_packed_beside_what_is_kept(samples_of, gradient):
     """The first layer's products need no gradient of the base: their weights are packed in the
     first pass, in which no engine has drawn yet."""
@@ -227,6 +229,7 @@ def test_a_model_without_decoder_layers_is_refused():
         keep_activations(model, SECTIONS["full"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trunk", ["own", "shared"])
 def test_policy_and_critic_learn_the_same(trunk, random_model, samples_of):
     samples = []

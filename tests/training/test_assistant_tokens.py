@@ -403,6 +403,7 @@ def test_too_long_rows_are_refused_or_shortened_by_whole_turns():
     assert refused(tokenizer, talk(*TALK), max_tokens=10, too_long="shorten").reason == "too_long"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "turns",
     [
@@ -460,6 +461,7 @@ def smollm2_tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(fetch("smollm2-135m-instruct"))
 
 
+@pytest.mark.slow
 @pytest.mark.smollm2
 def test_smollm2(smollm2_tokenizer):
     assert found(smollm2_tokenizer, talk(*TALK)) == [CHATML_PIECES]

@@ -48,6 +48,7 @@ def test_moments_of_another_model_are_refused(shape: dict[str, int]):
         Optimization(other.parameters(), TrainerSection()).carry_on(state)
 
 
+@pytest.mark.slow
 def test_a_reference_begins_as_the_model_that_is_named(tmp_path: Path):
     policy, _ = tiny(0)
     other, tokenizer = tiny(1)

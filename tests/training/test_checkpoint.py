@@ -55,6 +55,7 @@ def test_what_was_saved_comes_back(loaded, save):
     assert tokenizer.encode("Take the left coin") == loaded.tokenizer.encode("Take the left coin")
 
 
+@pytest.mark.slow
 def test_the_newest_stay_and_the_best_besides(save):
     kept = []
     for step, value in [(1, 0.1), (2, 0.9), (3, 0.3), (4, None), (5, 0.5), (6, 0.95), (7, 0.2)]:

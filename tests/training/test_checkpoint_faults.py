@@ -106,6 +106,7 @@ def test_nobody_uses_a_file_that_was_put_beside_those_that_were_saved(name, save
             use()
 
 
+@pytest.mark.slow
 def test_nor_an_adapter(tiny_policy, tmp_path):
     base = tiny_policy()
     policy = add_adapter(copy.deepcopy(base.model), LoraSection(rank=2), seed=0)
@@ -154,6 +155,7 @@ DAMAGES = {
 DAMAGES |= {f"byte flipped at {place}": flip(place) for place in (0.0, 0.37, 1.0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_to_any_file_shows_and_the_one_before_is_taken(damage, saved, tmp_path):
     checkpoints, _ = saved
@@ -383,6 +385,7 @@ def small_disk(tmp_path):
         subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["weights", "optimizer"])
 def test_a_disk_that_is_really_full(what, loaded, small_disk, tiny_policy):
     checkpoints = Checkpoints(small_disk / "checkpoints", 9)

@@ -154,6 +154,7 @@ def test_log_probs_entropy_and_gradient_are_those_of_a_softmax_over_the_allowed(
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_on_policy_the_ratio_is_one_and_a_frozen_reference_is_at_distance_0():
     loaded = tiny_policy()
     section = AlgorithmSection(kl_coef=0.1, old_logprobs="recomputed")
@@ -214,6 +215,7 @@ def test_a_trainer_without_grammars_refuses_such_turns():
         Trainer(tiny_policy().model, STILL, AlgorithmSection()).prepare(attempts())
 
 
+@pytest.mark.slow
 def test_drawn_again_the_tokens_are_the_same():
     loaded = tiny_policy()
     sampling = SamplingParams(stop_token_ids=(END,))

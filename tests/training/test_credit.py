@@ -213,6 +213,7 @@ def test_an_unknown_function_and_one_without_a_name_are_refused_with_what_to_do(
     assert "put `@agentevo.credit(NAME)` above it, and give that name here" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_the_rule_in_force_is_in_the_log_the_record_and_what_is_shown(tmp_path, capsys):
     @agentevo.credit("last_turn_of_test")
     def last_turn(group):

@@ -161,6 +161,7 @@ def check_update(model, alone, samples, tokens: int, slow_loss, gradient) -> Non
             assert metrics["trainer/distinct_tokens"] == distinct
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -196,6 +197,7 @@ def test_updates_of_random_tries(name, random_model, samples_of, slow_loss, grad
     assert bool(gates) == (name in ("mixtral", "qwen3-moe", "qwen3-next"))
 
 
+@pytest.mark.slow
 def test_an_update_of_samples_drawn_at_two_temperatures(
     random_model, samples_of, slow_loss, gradient
 ):
@@ -219,6 +221,7 @@ def test_an_update_of_samples_drawn_at_two_temperatures(
     assert metrics["trainer/distinct_tokens"] == sum(distinct)
 
 
+@pytest.mark.slow
 def test_output_layers_tied_to_the_embeddings_and_not(random_model):
     """Both kinds are among the architectures."""
     tied = {name: random_model(name).alone.config.tie_word_embeddings for name in ARCHITECTURES}
@@ -258,6 +261,7 @@ def test_updates_of_adapters(name, random_model, samples_of, slow_loss, gradient
     any_trie()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trunk", ["own", "shared"])
 @pytest.mark.parametrize("name", ["llama", *slow("gemma2"), *soak("qwen3-moe", "qwen3", "mistral")])
 def test_values_and_gradients_of_a_critic(name, trunk, random_model, samples_of):

@@ -74,6 +74,7 @@ def assert_equal(
     return packed.batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*TREES[:1], *soak(*TREES[1:])])
 @pytest.mark.parametrize("merge", [True, *soak(False)])
 def test_a_tree_with_images_is_as_its_samples_alone(family: str, merge: bool, read: Read) -> None:
@@ -90,6 +91,7 @@ def test_a_tree_with_images_is_as_its_samples_alone(family: str, merge: bool, re
     assert (batch.num_distinct <= batch.num_logical - shared) == merge
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["qwen2_vl", "gemma3", *soak(*sorted({*FAMILIES} - {"qwen2_vl", "gemma3"}))]
 )
@@ -243,6 +245,7 @@ def test_attempts_whose_images_can_not_be_shown_again_are_left_out(read: Read) -
     assert dropped == {"a": LEFT_OUT} and "is missing" in warning
 
 
+@pytest.mark.slow
 def test_a_trainer_learns_from_images_and_counts_what_it_leaves_out(read: Read) -> None:
     seeing = read("qwen2_vl", "tree")
     trainer = Trainer(

@@ -86,6 +86,7 @@ def trained(model) -> dict[str, torch.Tensor]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SECTIONS)
 @pytest.mark.parametrize("name", ["llama", *soak("gemma2", "qwen2")])
 def test_loss_and_gradient_are_those_of_one_sequence_at_a_time(
@@ -117,6 +118,7 @@ def test_loss_and_gradient_are_those_of_one_sequence_at_a_time(
         ] == pytest.approx(float(loss.detach()), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SECTIONS)
 def test_an_update_changes_adapters_and_nothing_else(kind, random_model, samples_of):
     model = prepare(adapted(random_model("qwen2").alone, SECTIONS[kind], by=0.1))
@@ -141,6 +143,7 @@ def test_a_twin_shares_the_base_and_has_adapters_of_its_own(random_model):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["synced", "ema"])
 def test_a_reference_that_follows_keeps_no_second_base(kind, random_model, samples_of):
     policy = prepare(adapted(random_model("llama").alone, SECTIONS["lora"], by=0.1))

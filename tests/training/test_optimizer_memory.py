@@ -55,6 +55,7 @@ def model(random_model):
     return copy.deepcopy(random_model("llama").model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [64, 130])
 def test_micro_batches_add_up_to_the_large_batch(tokens, model, samples_of, gradient):
     samples = batch_of(samples_of)
@@ -83,6 +84,7 @@ def updates(parameter: torch.nn.Parameter, num: int, lr: float) -> torch.Tensor:
     return parameter.detach()
 
 
+@pytest.mark.slow
 def test_small_updates_vanish_without_masters_and_not_with_them():
     """AdamW moves a weight of 1 by lr = 1e-4 a step; bfloat16's neighbours of 1 are 0.0039 below
     and 0.0078 above."""
@@ -131,6 +133,7 @@ def test_weights_that_change_before_training_begins_are_the_ones_that_are_traine
     assert weight.tolist() == pytest.approx([2.0] * 4, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [MemorySection(), OFFLOADED, EIGHT])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *soak(torch.float32)])
 def test_a_checkpoint_goes_on_bit_for_bit(dtype, memory, model, samples_of, tmp_path):
@@ -189,6 +192,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(dtype, memory, model, samples_of, tmp_
         assert moments["exp_avg"].dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_stepping_on_the_cpu_changes_nothing(model, samples_of):
     samples = batch_of(samples_of)
     found = []
@@ -235,6 +239,7 @@ def test_the_state_of_another_optimizer_is_refused():
         Optimization([weight], SECTION).load_state_dict(state)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_before_there_was_a_choice_of_optimizer_is_resumed(model, samples_of):
     before = Trainer(copy.deepcopy(model), SECTION, GRPO)
     after = Trainer(model, SECTION, GRPO)

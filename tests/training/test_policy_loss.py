@@ -61,6 +61,7 @@ def section_for(loss: str) -> AlgorithmSection:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_size_of_micro_batches_does_not_change_the_update(loss, model, batch, gradient):
     """Also for losses that choose tokens by statistics of the whole minibatch."""
@@ -79,6 +80,7 @@ def test_the_size_of_micro_batches_does_not_change_the_update(loss, model, batch
     )
 
 
+@pytest.mark.slow
 def test_losses_differ(model, batch, gradient):
     """No two of them are the same thing under two names, but for GPG, which is REINFORCE's."""
     found = {}
@@ -109,6 +111,7 @@ def test_every_preset_makes_an_update(name, model, batch):
     assert resolve_preset(name, {}).policy_loss in LOSSES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "expected"), [("frozen", [0, 0, 0, 0]), ("synced", [0, 2, 2, 4]), ("ema", None)]
 )
@@ -134,6 +137,7 @@ def test_the_reference_moves_as_it_is_told(mode, expected, model, batch, referre
         )
 
 
+@pytest.mark.slow
 def test_the_weight_of_the_kl_steers_towards_its_target_and_survives_a_restart(
     model, batch, referred
 ):
@@ -153,6 +157,7 @@ def test_the_weight_of_the_kl_steers_towards_its_target_and_survives_a_restart(
     assert found == pytest.approx([used[-1] * 1.2] * 2)
 
 
+@pytest.mark.slow
 def test_importance_weights_decay_with_the_age_of_a_token(model, batch):
     """Tokens of age a count for 1 / (1 + a)^2, fresh ones and those without an age fully."""
     keys = {"name": "grpo", "importance": "token_tis", "old_logprobs": "recomputed"}

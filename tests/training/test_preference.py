@@ -179,6 +179,7 @@ def test_loss_and_gradient_are_those_of_the_formula(
     assert metrics["actor/grad_norm"] == pytest.approx(float(gradient(alone).norm()), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_order_of_pairs_and_the_size_of_micro_batches_do_not_matter(
     name, model, other, samples_of, gradient
@@ -207,6 +208,7 @@ def test_at_the_reference_all_rewards_are_0(model, samples_of):
         assert metrics[f"preference/rewards/{key}"] == pytest.approx(0.0, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_chosen_answers_gain_on_rejected_ones(name, model, samples_of):
     pairs = pairs_for(name, samples_of)
@@ -247,6 +249,7 @@ def test_metrics_count_each_answer_once(model, samples_of):
     )
 
 
+@pytest.mark.slow
 def test_ktos_baseline_is_the_mean_log_ratio_of_mismatched_answers(
     random_model, model, other, samples_of
 ):
@@ -274,6 +277,7 @@ def test_ktos_baseline_is_the_mean_log_ratio_of_mismatched_answers(
     assert trainer.step(one_task)["preference/kl"] == 0.0
 
 
+@pytest.mark.slow
 def test_log_probs_are_those_at_the_temperature_of_sampling(model, samples_of):
     pairs = pairs_for("dpo", samples_of)
     (answer,) = {pairs[0].chosen}
@@ -311,6 +315,7 @@ def _logits(model, answer: CandidateAnswer) -> list[torch.Tensor]:
         ]
 
 
+@pytest.mark.slow
 def test_minibatches_and_epochs_keep_groups_whole_and_the_reference_for_the_step(model, samples_of):
     section = TrainerSection(
         minibatches=2, epochs=2, groups_per_step=4, warmup_steps=0, learning_rate=1e-3

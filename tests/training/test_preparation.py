@@ -415,6 +415,7 @@ def test_process_rewards_are_learnt_from_outcomes(random_model):
     assert metrics[-1]["process_reward/accuracy"] == 1.0
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_process_reward_is_exact_in_any_split(random_model, gradient):
     one = copy.deepcopy(random_model("llama"))
     found = []

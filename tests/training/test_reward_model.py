@@ -81,6 +81,7 @@ def test_a_pair_has_the_same_rewards_in_any_company(classifier):
         assert together[1][index].item() == pytest.approx(alone[1].item(), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_micro_batches_change_nothing(classifier):
     results = []
     for size in (1, 2, 8):
@@ -95,6 +96,7 @@ def test_micro_batches_change_nothing(classifier):
             assert torch.allclose(parameter, results[0][1][name], atol=2e-5), name
 
 
+@pytest.mark.slow
 def test_it_learns_and_says_how_its_rewards_lie(classifier):
     section = RMSection(learning_rate=3e-3, schedule="constant")
     trainer = RewardTrainer(classifier, section, 30)

@@ -121,6 +121,7 @@ def gap(model, samples, *, replay: bool, tokens: int = 16384, merge: bool = True
     return float(token_tables(samples, tokens, CPU, compute, merge=merge)["gap"].abs().max())
 
 
+@pytest.mark.slow
 def test_log_probs_are_the_engines_only_with_replay(ways):
     """Over branches, merged and side by side, in micro-batches of any size."""
     _, trainer, trajectories = ways
@@ -194,6 +195,7 @@ def test_an_update_where_routing_agrees_is_the_plain_one_bit_for_bit(name, chang
         assert all(torch.equal(plain[name], weights[name]) for name in plain)
 
 
+@pytest.mark.slow
 def test_metrics_tell_how_many_choices_differ(ways):
     """With replay and, where the engine records, without; old log-probs are the engine's then."""
     _, trainer, trajectories = ways
@@ -220,6 +222,7 @@ def without_records(trajectory: Trajectory) -> Trajectory:
     return msgspec.structs.replace(trajectory, turns=turns)
 
 
+@pytest.mark.slow
 def test_updates_replay_what_the_pass_before_them_chose(ways):
     """verl's R2: after a large first minibatch the routers choose otherwise, the replay does not;
     nothing of the engine's record is read."""
@@ -273,6 +276,7 @@ def test_samples_that_were_routed_apart_share_nothing_from_there_on(ways):
     assert (together[0] - together[1]).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_reference_and_own_critic_choose_for_themselves(ways):
     _, trainer, trajectories = ways
     samples = samples_of(trajectories)
@@ -319,6 +323,7 @@ def test_with_adapters_and_checkpointing(random_model, memory):
     assert metrics["actor/logprob_diff_max"] < 1e-5
 
 
+@pytest.mark.slow
 def test_an_audit_draws_again_under_the_recorded_experts(ways, tiny_policy):
     """Otherwise near ties would pass for changes of the record."""
     engine, trainer, trajectories = ways

@@ -111,6 +111,7 @@ def test_a_shared_prefix_is_a_pass_of_its_own():
     )
 
 
+@pytest.mark.slow
 def test_a_deep_tree_needs_no_recursion():
     stem = [n % 7 for n in range(3000)]
     tree = build_tree([[*stem[:n], 9] for n in range(3, 3000)])

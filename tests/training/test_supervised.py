@@ -77,6 +77,7 @@ def test_a_sample_is_what_the_policy_would_have_seen(chat):
     assert sample.ids.tolist() == ids
 
 
+@pytest.mark.slow
 def test_an_update_has_the_gradient_of_the_mean_loss_per_token(loaded, chat, gradient):
     """Against transformers' own attention, one conversation at a time; micro-batches don't change
     it."""
@@ -121,6 +122,7 @@ def test_what_is_demonstrated_is_learned(loaded, chat):
     assert losses[-1] < 0.1
 
 
+@pytest.mark.slow
 def test_epochs_batches_and_progress(loaded, chat):
     samples = [conversation_sample(OTHER, chat, str(n)) for n in range(5)]
     seen = []
@@ -185,6 +187,7 @@ def test_samples_of_one_episode_stay_in_one_batch(loaded, chat):
     assert len(train(loaded, samples, ColdStartSection(batch_episodes=2))) == 2
 
 
+@pytest.mark.slow
 def test_order_follows_the_seed(tiny_policy, chat):
     samples = [
         conversation_sample(talk, chat, str(n)) for n, talk in enumerate((TALK, OTHER, TALK[:3]))
@@ -235,6 +238,7 @@ def _mixed_samples(num: int = 7):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("micro_batch_tokens", "merge"), [(64, True), (16384, True), (16384, False)]
 )

@@ -49,6 +49,7 @@ def weights(model) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_tokens", [64, 100, 160])
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 def test_the_size_of_micro_batches_does_not_change_the_update(
@@ -80,6 +81,7 @@ def test_the_size_of_micro_batches_does_not_change_the_update(
     assert other["trainer/distinct_tokens"] >= one["trainer/distinct_tokens"]
 
 
+@pytest.mark.slow
 def test_the_order_of_samples_does_not_change_the_update(model, samples_of, gradient):
     samples = batch_of(samples_of)
     shuffled = list(samples)
@@ -110,6 +112,7 @@ def test_the_names_of_groups_and_where_they_stand_do_not_matter(model, samples_o
     assert float((gradient(one) - gradient(other)).norm() / gradient(one).norm()) < 1e-5
 
 
+@pytest.mark.slow
 def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(model, samples_of):
     samples = batch_of(samples_of, num_groups=1)
     samples = [
@@ -148,6 +151,7 @@ def _fill(mask: list[bool], values: list[float]) -> list[float]:
     return [next(left) if m else 0.0 for m in mask]
 
 
+@pytest.mark.slow
 def test_minibatches_and_epochs_are_optimizer_steps_over_whole_groups(
     model, samples_of, monkeypatch
 ):
@@ -285,6 +289,7 @@ def test_the_learning_rate_reaches_the_optimizer(model, samples_of):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 def test_a_trainer_that_was_saved_goes_on_bit_for_bit(
     kl_coef, model, samples_of, referred, tmp_path
@@ -326,6 +331,7 @@ def test_metrics_of_a_step_count_what_was_trained(model, samples_of):
     assert 0 <= metrics["actor/pg_clipfrac"] <= 1
 
 
+@pytest.mark.slow
 def test_the_entropy_bonus_fades_towards_its_target(model, samples_of):
     """No bonus before the entropy is known, then by how far it lies below the target, and none
     above it."""

@@ -46,6 +46,7 @@ def samples(samples_of: Callable[..., list[Sample]]) -> list[Sample]:
     return samples_of(SEQUENCES)
 
 
+@pytest.mark.slow
 def test_logical_work_is_that_of_each_sample_alone(samples: list[Sample]):
     """By PyTorch's count of passes of one sequence each; what eager attention computes of the
     masked half is taken off."""
@@ -100,6 +101,7 @@ def test_passes_without_gradient_are_a_third(samples: list[Sample]):
     assert counter.take() == {key: pytest.approx(value / 3) for key, value in trained.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_tokens", [64, 4096])
 def test_updates_say_what_they_needed(samples: list[Sample], micro_batch_tokens: int):
     section = TrainerSection(steps=1, epochs=2, micro_batch_tokens=micro_batch_tokens)
@@ -132,6 +134,7 @@ def test_speeds():
     assert speed_metrics(trained, 0.0, 1e7) == {}
 
 
+@pytest.mark.slow
 def test_phases_are_marked_where_they_happen(samples: list[Sample]):
     trainer = Trainer(prepare(_model()), TrainerSection(steps=2), AlgorithmSection())
     trainer.step(samples)
@@ -166,6 +169,7 @@ def _with_columns(samples: list[Sample]) -> list[Sample]:
     ]
 
 
+@pytest.mark.slow
 def test_a_critic_of_its_own_is_as_much_again(samples: list[Sample]):
     found = {}
     for trunk in ("own", "shared"):
@@ -194,6 +198,7 @@ def test_a_critic_of_its_own_is_as_much_again(samples: list[Sample]):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_tokens", [64, 4096])
 def test_preferences_are_a_training_pass_and_one_of_the_reference(
     samples_of: Callable[..., list[Sample]], micro_batch_tokens: int

@@ -51,6 +51,10 @@ class ToolSection(Section):
     """Names, or patterns with * and ?, of the tools that the policy gets. Default: all."""
     exclude: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Names or patterns of the tools that the policy does not get."""
+    narrow: Mapping[str, Mapping[str, Mapping[str, Any]]] = Field(default_factory=dict)
+    """Keywords of JSON schema that a parameter of a tool gets in addition, such as {read_query:
+    {query: {pattern: "^SELECT [a-z ]+$"}}}. The policy reads them, and constrained decoding keeps
+    to them. The tool does not check them."""
 
 
 class FunctionToolSection(ToolSection):

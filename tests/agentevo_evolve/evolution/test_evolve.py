@@ -113,6 +113,7 @@ def test_what_can_not_be_evolved_is_refused_in_words(target, overrides, message)
         read_evolution(target, overrides)
 
 
+@pytest.mark.slow
 def test_a_dry_run_lists_the_stages_and_creates_nothing(tmp_path, recipe, capsys):
     words = [recipe, "--dry-run", f"run.dir={tmp_path / 'out'}", *SMALL]
     assert main(["evolve", *words]) == 0
@@ -126,6 +127,7 @@ def test_a_dry_run_lists_the_stages_and_creates_nothing(tmp_path, recipe, capsys
     assert "trainer.stepz" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_example_for_one_gpu_is_whole(tmp_path, capsys):
     example = Path(__file__).parents[3] / "examples" / "evolve" / "decision_agent.yaml"
     tree = sources.read_yaml(example)
@@ -172,6 +174,7 @@ def test_texts_of_a_file_are_those_of_the_recipe_wherever_it_is_started(tmp_path
         read_evolution(str(tmp_path / "shop.yaml"), SMALL)
 
 
+@pytest.mark.slow
 def test_an_evolution_that_was_broken_off_goes_on_with_the_same_tasks(
     tmp_path, recipe, monkeypatch
 ):
@@ -356,6 +359,7 @@ def test_documents_become_rounds_of_questions_none_of_which_is_held_out(tmp_path
     assert read_state(out / "run").stages["improve.1.rl"].starts == rl.starts
 
 
+@pytest.mark.slow
 def test_a_search_that_could_only_compare_is_refused_before_anything_is_made(recipe):
     few = {"attempts": 20, "config": {"optimize": {"tasks": 12}}}
     with pytest.raises(ConfigError, match=r"evolve\.prompts\.attempts: .*needs 16 and"):

@@ -161,6 +161,7 @@ def write_tasks(path: Path, first: int, count: int) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_held_out_tasks_that_another_stage_trains_on_are_refused(tmp_path: Path):
     own = write_tasks(tmp_path / "own.jsonl", 0, 20)
     other = write_tasks(tmp_path / "other.jsonl", 100, 10)

@@ -119,6 +119,7 @@ def test_only_from_and_skip(tmp_path: Path):
         run(folder, chain(log), resume=True, choice=StageChoice(only=("aa",)))
 
 
+@pytest.mark.slow
 def test_a_failed_stage_ends_what_follows_and_no_other_and_is_tried_again(tmp_path: Path):
     log = tmp_path / "log"
     folder = tmp_path / "p"
@@ -143,6 +144,7 @@ def test_a_failed_stage_ends_what_follows_and_no_other_and_is_tried_again(tmp_pa
         run(tmp_path / "r", {"a": {"kind": "command", "options": {"run": ["/nonexistent"]}}})
 
 
+@pytest.mark.slow
 def test_rounds_build_on_one_another_and_conditions_leave_stages_out(tmp_path: Path):
     log = tmp_path / "log"
     folder = tmp_path / "p"

@@ -308,6 +308,7 @@ def _is_writers(body: dict[str, Any]) -> bool:
     return bool(body["messages"][0]["role"] != "system")
 
 
+@pytest.mark.slow
 def test_refusals_come_before_anything_is_played(
     words: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,6 +87,7 @@ def test_the_same_seed_gives_the_same_tasks_and_no_content_is_on_both_sides(made
     assert not contents[0] & contents[1]
 
 
+@pytest.mark.slow
 def test_demonstrations_call_the_tool_and_say_the_value(made):
     for row in made.train[:5]:
         *_, call, result, said = demonstration(row, made.survey.specs)["messages"]
@@ -95,6 +96,7 @@ def test_demonstrations_call_the_tool_and_say_the_value(made):
         assert said["content"] == row["answer"] and row["answer"] in result["content"]
 
 
+@pytest.mark.slow
 def test_harder_variants_have_a_further_condition(made, shop):
     easy = [row for row in made.train if row["difficulty"] == 1][:12]
     wanted = WantedTasks(train=8, held_out=0)

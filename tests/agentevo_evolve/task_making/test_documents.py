@@ -44,6 +44,7 @@ PASSAGES = [
 COUNTS = {"train": 40, "held_out": 10, "per_passage": 2, "seed": 3}
 
 
+@pytest.mark.slow
 def test_a_gap_is_what_stands_in_the_passage_and_nowhere_else_in_the_sentence() -> None:
     made = tasks_from_gaps(PASSAGES, **COUNTS)
     assert (len(made.train), len(made.held_out)) == (40, 10)
@@ -65,6 +66,7 @@ CHINESE = (
 )
 
 
+@pytest.mark.slow
 def test_documents_without_spaces_give_tasks() -> None:
     passages = [
         Passage(str(n), "", f"{CHINESE}第{n}号文件在这里记下了{n + 200}件事情。") for n in range(30)
@@ -98,6 +100,7 @@ def test_words_stand_in_a_text_as_whole_ones(words: str, text: str, stands: bool
     assert contains_words(words, text) is stands
 
 
+@pytest.mark.slow
 def test_no_passage_is_on_both_sides_whatever_the_seed() -> None:
     sides = [
         {row["passage"] for seed in range(5) for row in getattr(made(seed), side)}

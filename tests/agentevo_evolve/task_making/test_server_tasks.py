@@ -88,6 +88,7 @@ def test_held_out_tasks_follow_from_their_content(hotel):
     assert not {row["content"] for row in other.train} & held
 
 
+@pytest.mark.slow
 def test_every_tool_is_used_none_is_named_and_tasks_are_graded(hotel):
     rows = [*hotel.train, *hotel.held_out]
     names = ["book", "cancel", "find_bookings", "find_rooms"]
@@ -115,6 +116,7 @@ def test_every_tool_is_used_none_is_named_and_tasks_are_graded(hotel):
         assert not set(map(str, hidden)) & set(map(str, told))
 
 
+@pytest.mark.slow
 def test_harder_variants_go_on_from_the_tasks_that_were_solved(hotel):
     parents = [row for row in hotel.train if row["difficulty"] <= 2]
     wanted = WantedTasks(train=5, held_out=0, seed=2, worlds=12)
@@ -220,6 +222,7 @@ def test_servers_that_can_not_be_asked_are_told_of_in_plain_words(monkeypatch):
         made_for("any", WantedTasks())
 
 
+@pytest.mark.slow
 def test_what_varies_is_left_to_a_judge_where_that_is_wanted():
     wanted = WantedTasks(train=3, held_out=0, kinds=("state", "answer", "open"))
     found = made_for("clocked", wanted)
@@ -372,6 +375,7 @@ class SharedNotes(Notes):
         self.notes = ALL_NOTES
 
 
+@pytest.mark.slow
 def test_a_clock_hides_no_change():
     made = made_for("notes", WantedTasks(train=12, held_out=2))
     assert made.survey.changing == {"add_note"}
@@ -383,6 +387,7 @@ def test_a_clock_hides_no_change():
     assert checks
 
 
+@pytest.mark.slow
 def test_tools_that_change_what_all_sessions_share_are_left_out():
     told: list[str] = []
     ALL_NOTES.clear()

@@ -197,6 +197,7 @@ def test_a_stream_sums_to_the_answer(gateway_of):
     assert message == whole
 
 
+@pytest.mark.slow
 def test_it_says_why_it_stopped(gateway_of):
     says = ["left and right", "left and right...", "left and right", "left and right"]
     asks = [{}, {"max_tokens": 3}, {"stop_sequences": ["right", "d r"]}, {"stop_sequences": ["x"]}]
@@ -321,6 +322,7 @@ NESTED = b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, '
 NESTED += b'"tools": [{"name": "f", "input_schema": {"a": %b}}]}'
 
 
+@pytest.mark.slow
 def test_what_can_not_be_asked_is_a_400_in_the_api_s_form(gateway_of):
     async def talk():
         async with gateway_of([]) as opened:
@@ -373,6 +375,7 @@ def test_what_has_no_effect_is_taken_and_the_recipe_s_distribution_stays(gateway
     assert [message.role for message in turn.messages] == ["system", "user", "assistant"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/messages", "/messages/count_tokens"])
 @pytest.mark.parametrize(
     "messages",
@@ -482,6 +485,7 @@ def test_a_stream_that_fails_ends_with_an_event_of_the_api_s(gateway_of, loaded)
     assert not recorded
 
 
+@pytest.mark.slow
 def test_counting_records_nothing_and_goes_beyond_the_context(gateway_of):
     async def talk():
         async with gateway_of(["left", "right"] * 2) as opened:

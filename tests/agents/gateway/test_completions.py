@@ -75,6 +75,7 @@ def test_a_text_that_goes_on_keeps_the_drawn_ids(gateway_of, chat):
     assert [context_of(turns, turn.index) for turn in turns] == seen
 
 
+@pytest.mark.slow
 def test_several_prompts_with_several_answers_each(gateway_of, chat):
     prompts = [chat.plain("left"), chat.plain("right ?")]
     for stream in (False, True):
@@ -107,6 +108,7 @@ def test_of_several_prompts_all_are_answered_or_none_is_kept(gateway_of, chat):
     assert received == []
 
 
+@pytest.mark.slow
 def test_the_clients_own_package_reads_it_streamed_and_whole(gateway_of):
     async def ask():
         async with gateway_of(["left right", "left right"]) as opened:

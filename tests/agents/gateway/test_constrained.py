@@ -95,6 +95,7 @@ APIS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", APIS)
 def test_json_by_a_schema_and_calls_that_must_come(api, gateway_of):
     body_of, said_in = APIS[api]
@@ -174,6 +175,7 @@ def strict(path, body):
     return path, body | {"tools": tools}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", APIS)
 def test_a_call_of_a_strict_tool_that_nobody_required_fits_its_schema(api, gateway_of):
     body_of, said_in = APIS[api]
@@ -204,6 +206,7 @@ def test_a_call_of_a_strict_tool_that_nobody_required_fits_its_schema(api, gatew
     assert (refused.status_code, "strict is 'yes'" in refused.text) == (400, True)
 
 
+@pytest.mark.slow
 def test_json_mode_is_any_object(gateway_of):
     async def talk():
         async with gateway_of([]) as opened:
@@ -215,6 +218,7 @@ def test_json_mode_is_any_object(gateway_of):
     assert asyncio.run(talk()).startswith("{")
 
 
+@pytest.mark.slow
 def test_what_can_not_be_followed_is_a_400_and_the_attempt_goes_on(gateway_of):
     async def talk():
         async with gateway_of([]) as opened:
@@ -236,6 +240,7 @@ def test_what_can_not_be_followed_is_a_400_and_the_attempt_goes_on(gateway_of):
     asyncio.run(talk())
 
 
+@pytest.mark.slow
 def test_the_native_handle_asks_for_a_form_too(gateway_of):
     """The same seed gives the same tokens as through the gateway."""
 

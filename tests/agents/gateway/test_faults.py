@@ -110,6 +110,7 @@ async def nobody_is_left(opened, policy):
     raise AssertionError("a request is still under way")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_leaves_no_turn(gateway_of, left, path, stream):
@@ -132,6 +133,7 @@ def test_a_client_that_goes_away_leaves_no_turn(gateway_of, left, path, stream):
     assert run(talk()) == ([], None)
 
 
+@pytest.mark.slow
 def test_an_answer_that_was_ready_when_its_client_had_gone_is_not_trained_on(gateway_of, left):
     """The engine answers while the sampler's loop is held, so that nothing can be cancelled."""
 
@@ -156,6 +158,7 @@ def test_an_answer_that_was_ready_when_its_client_had_gone_is_not_trained_on(gat
     assert len(turns) == 1, "it was ready"
 
 
+@pytest.mark.slow
 def test_half_a_body_is_given_up_when_the_client_goes_and_when_time_is_over(
     gateway_of, monkeypatch
 ):
@@ -180,6 +183,7 @@ def test_half_a_body_is_given_up_when_the_client_goes_and_when_time_is_over(
     assert turns == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunked", [False, True])
 def test_100_mb_are_refused_before_they_are_sent(gateway_of, chunked):
     size = 100 * 2**20
@@ -215,6 +219,7 @@ def test_100_mb_are_refused_before_they_are_sent(gateway_of, chunked):
     assert turns == []
 
 
+@pytest.mark.slow
 def test_keys_of_others_and_of_the_past_open_nothing(gateway_of):
     async def talk():
         async with gateway_of(["left"] * 3) as opened:
@@ -255,6 +260,7 @@ def test_keys_of_others_and_of_the_past_open_nothing(gateway_of):
     assert turns == [] and posted == [] and before == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 def test_an_engine_that_dies_in_mid_stream_ends_it_with_the_reason(gateway_of, left, path):
     async def talk():
@@ -318,6 +324,7 @@ def test_a_client_that_does_not_read_is_given_up(gateway_of, loaded, monkeypatch
     assert run(talk()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("reads", ["some", "none", "all"])
 def test_a_long_answer_counts_where_its_client_took_the_whole(
@@ -359,6 +366,7 @@ def test_a_long_answer_counts_where_its_client_took_the_whole(
     assert run(talk()) == (1, reads == "all")
 
 
+@pytest.mark.slow
 def test_two_requests_of_a_session_at_once_are_two_turns(gateway_of, left):
     async def talk():
         engine = Engine(left)
@@ -389,6 +397,7 @@ def test_two_requests_of_a_session_at_once_are_two_turns(gateway_of, left):
     assert turns[0].seed != turns[1].seed
 
 
+@pytest.mark.slow
 def test_more_requests_of_a_session_than_it_may_have_are_a_429(gateway_of, left, monkeypatch):
     monkeypatch.setattr("agentevo.agents.gateway.session.MAX_AT_ONCE", 3)
 
@@ -443,6 +452,7 @@ def test_an_attempt_that_ends_while_it_asks_is_a_conflict(gateway_of, left):
     assert recorded == []
 
 
+@pytest.mark.slow
 def test_a_gateway_that_closes_ends_what_is_under_way(gateway_of, left, monkeypatch):
     monkeypatch.setattr(http_server, "GRACE_S", 0)
 

@@ -51,6 +51,7 @@ def test_a_history_that_comes_back_extends_the_recorded_tokens(gateway_of):
     assert counted["prompt_tokens"] == known + len(turns[1].prompt_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["", None, "left"])
 def test_an_answer_that_comes_back_last_extends_its_turn(gateway_of, content):
     """A client goes on from an answer that is empty or was cut off."""
@@ -74,6 +75,7 @@ def test_an_answer_that_comes_back_last_extends_its_turn(gateway_of, content):
     assert policy.conversation.metrics() == {}
 
 
+@pytest.mark.slow
 def test_it_gives_ids_logprobs_and_versions_on_request(gateway_of):
     async def talk():
         async with gateway_of(["left"]) as opened:
@@ -89,6 +91,7 @@ def test_it_gives_ids_logprobs_and_versions_on_request(gateway_of):
     assert [t["logprob"] for t in choice["logprobs"]["content"]] == list(turn.logprobs)
 
 
+@pytest.mark.slow
 def test_a_session_is_found_by_its_key_in_four_places(gateway_of):
     async def talk():
         async with gateway_of(["left"] * 5) as opened:
@@ -112,6 +115,7 @@ def test_a_session_is_found_by_its_key_in_four_places(gateway_of):
     assert len(run(talk())) == 4
 
 
+@pytest.mark.slow
 def test_nobody_gets_in_without_a_key_and_no_key_outlives_its_attempt(gateway_of):
     async def talk():
         async with gateway_of(["left", "right"]) as opened:
@@ -194,6 +198,7 @@ REFUSED = [
 NO_OBJECTS = [b"", b"{", b"[]", b"nan", b"\xff\xfe", b"[" * 100_000]
 
 
+@pytest.mark.slow
 def test_what_can_not_be_asked_is_a_400_that_says_why(gateway_of):
     async def talk():
         async with gateway_of([]) as opened:
@@ -232,6 +237,7 @@ def test_a_body_beyond_the_limit_is_refused_while_it_comes(gateway_of):
     assert "gateway.max_body_mb" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_the_client_does_not_decide_the_distribution_unless_it_is_told_to(gateway_of):
     async def talk(**section):
         async with gateway_of(["left"], **section) as opened:
@@ -249,6 +255,7 @@ def test_the_client_does_not_decide_the_distribution_unless_it_is_told_to(gatewa
     assert not notes
 
 
+@pytest.mark.slow
 def test_events_of_a_stream_sum_to_the_answer(gateway_of):
     async def talk():
         async with gateway_of(["left right"]) as opened:
@@ -271,6 +278,7 @@ def test_events_of_a_stream_sum_to_the_answer(gateway_of):
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.slow
 def test_a_client_that_hangs_up_gives_its_request_up(gateway_of):
     class Slow:
         version = 3
@@ -304,6 +312,7 @@ def test_a_client_that_hangs_up_gives_its_request_up(gateway_of):
     assert run(talk()) == []
 
 
+@pytest.mark.slow
 def test_the_gateway_answers_while_the_sampler_s_loop_is_held(gateway_of):
     async def talk():
         async with gateway_of([]) as opened:
@@ -323,6 +332,7 @@ def test_the_gateway_answers_while_the_sampler_s_loop_is_held(gateway_of):
     assert run(talk()) == [200]
 
 
+@pytest.mark.slow
 def test_attempts_of_several_event_loops_share_a_gateway(gateway_of):
     """As the models of a server do, each with a loop of its own."""
 
@@ -372,6 +382,7 @@ def test_a_failure_has_one_status(error, status):
     assert str(error) in str(refusal)
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_is_a_server_error_and_ends_the_attempt(gateway_of):
     async def talk():
         async with gateway_of([EngineUnavailableError("no engine answers")]) as opened:
@@ -402,6 +413,7 @@ HINTS = {
 }
 
 
+@pytest.mark.slow
 def test_hints_change_nothing(gateway_of):
     """Nor do a client's own keys of messages."""
 
@@ -432,6 +444,7 @@ def test_a_seed_below_zero_is_one_like_any_other(gateway_of):
     assert min(first, other, lowest) >= 0
 
 
+@pytest.mark.slow
 def test_a_model_is_found_by_its_name_and_an_unknown_route_is_refused_in_the_api_s_form(gateway_of):
     async def talk():
         async with gateway_of([]) as opened:
@@ -470,6 +483,7 @@ def test_every_field_that_is_taken_is_on_the_page(api):
     assert {f for f in fields if not re.search(rf"[`(]{f}\b", page)} == set()
 
 
+@pytest.mark.slow
 def test_models_are_listed_for_those_who_have_a_key(gateway_of):
     async def talk():
         async with gateway_of([]) as opened:
@@ -532,6 +546,7 @@ class TokenByToken:
         return
 
 
+@pytest.mark.slow
 def test_a_stream_says_each_token_before_the_next_is_drawn(gateway_of, loaded, chat):
     ids = loaded.tokenizer.encode("left right left", add_special_tokens=False)
 
@@ -566,6 +581,7 @@ def test_a_stream_says_each_token_before_the_next_is_drawn(gateway_of, loaded, c
     assert len(turns) == 1
 
 
+@pytest.mark.slow
 def test_tokens_of_one_step_are_one_event(gateway_of, loaded, chat):
     ids = loaded.tokenizer.encode("left right left right left", add_special_tokens=False)
 
@@ -606,6 +622,7 @@ def test_tokens_of_one_step_are_one_event(gateway_of, loaded, chat):
     assert len(turns) == 1
 
 
+@pytest.mark.slow
 def test_a_reply_has_no_copy_of_the_ids_unless_it_is_asked_for(gateway_of):
     async def talk(**more):
         async with gateway_of(["left"]) as opened:
@@ -622,6 +639,7 @@ def test_a_reply_has_no_copy_of_the_ids_unless_it_is_asked_for(gateway_of):
     assert size == same_size > 0
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_a_stream_ends_its_request(gateway_of, loaded, chat):
     ids = loaded.tokenizer.encode("left right left", add_special_tokens=False)
 
@@ -645,6 +663,7 @@ def test_a_client_that_leaves_a_stream_ends_its_request(gateway_of, loaded, chat
     assert run(talk()) == []
 
 
+@pytest.mark.slow
 def test_a_stream_that_fails_says_why_where_it_ends(gateway_of, loaded):
     class Breaks(TokenByToken):
         async def generate(self, prompt_ids, sampling, *, listen=None, **more):

@@ -82,6 +82,7 @@ def shown(message):
     return [part["text"] if part["type"] == "text" else part["image_url"]["url"] for part in parts]
 
 
+@pytest.mark.slow
 def test_openais_chat_client_sends_images(gateway_of):
     async def talk(opened, policy):
         async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
@@ -160,6 +161,7 @@ def test_anthropics_messages_have_images_also_in_results(gateway_of, send):
     assert recorded.content[1].sha256 == sha256(JPEG).hexdigest()
 
 
+@pytest.mark.slow
 def test_openais_responses_client_sends_images_also_as_results(gateway_of):
     async def talk(opened, policy):
         image = {"type": "input_image", "image_url": data_url(PNG), "detail": "low"}
@@ -244,6 +246,7 @@ RIGHT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FORMS)
 def test_a_hostile_image_is_a_400_and_a_whole_one_is_shown(gateway_of, path):
     async def talk(opened, policy):
@@ -289,6 +292,7 @@ def test_a_model_that_reads_text_alone_refuses_an_image(gateway_of, path):
     assert not bodies and not policy.turns
 
 
+@pytest.mark.slow
 def test_images_are_decoded_once_and_not_on_the_gateways_loop(gateway_of, monkeypatch):
     threads = []
     decode = data_images._decode
@@ -312,6 +316,7 @@ def test_images_are_decoded_once_and_not_on_the_gateways_loop(gateway_of, monkey
     assert not any(name.startswith(("agentevo-gateway", "MainThread")) for name in threads)
 
 
+@pytest.mark.slow
 def test_a_body_with_images_may_be_longer_than_one_of_text(gateway_of, monkeypatch):
     noise = np.random.default_rng(1).integers(0, 255, (300, 300, 3), np.uint8)
     large = file_of(Image.fromarray(noise))
@@ -344,6 +349,7 @@ def test_a_body_with_images_may_be_longer_than_one_of_text(gateway_of, monkeypat
     assert answer.status_code == 400 and "send fewer" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_the_images_of_an_attempt_have_a_bounded_number_of_bytes(gateway_of):
     noise = np.random.default_rng(1).integers(0, 255, (3, 64, 64, 3), np.uint8)
     files = [file_of(Image.fromarray(pixels)) for pixels in noise]

@@ -24,6 +24,7 @@ def values_of(text):
     return values
 
 
+@pytest.mark.slow
 def test_metrics_count_answers_tokens_and_sessions(gateway_of):
     async def talk():
         async with gateway_of(["left", "right", "left"]) as opened:

@@ -12,6 +12,7 @@ from agentevo.agents.posted_rewards import outcome_of_rewards
 ASK = {"messages": [{"role": "user", "content": "left or right ?"}]}
 
 
+@pytest.mark.slow
 def test_rewards_are_posted_to_the_session(gateway_of):
     async def talk():
         async with gateway_of(["left"]) as opened:

@@ -116,6 +116,7 @@ def test_wrong_keys_are_limited_and_keep_no_right_one_out(gateway_of):
     assert (right.status_code, free.status_code) == (200, 200)
 
 
+@pytest.mark.slow
 def test_there_is_no_limit_unless_one_is_set(gateway_of):
     async def talk():
         async with gateway_of([]) as opened:

@@ -26,6 +26,7 @@ def models_of(server, **keys):
     return closing(RemoteModels({"teacher": RemoteModelSection(**section)}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_openais_client_talks_to_both_in_one_attempt(gateway_of, stream):
     async def said(client, name, messages, **options):
@@ -118,6 +119,7 @@ def test_the_other_apis_lead_there_too(gateway_of):
     assert len({body["seed"] for body in server.received}) == 5, "a seed of its own each"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "body", "status", "words"),
     [

@@ -78,6 +78,7 @@ def talk(gateway_of, server, path="/chat/completions", folder=None, keys=None, *
         return asyncio.run(work(remote))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", list(ASKED))
 @pytest.mark.parametrize("api", ["openai", "anthropic"])
 def test_the_first_token_is_passed_on_while_the_model_still_writes(gateway_of, path, api):
@@ -111,6 +112,7 @@ def test_the_first_token_is_passed_on_while_the_model_still_writes(gateway_of, p
     assert tokens == ((10, 2, 4) if api == "openai" else (12, 2, 4))
 
 
+@pytest.mark.slow
 def test_thoughts_and_tool_calls_come_too(gateway_of):
     def part(**call):
         return chunk(tool_calls=[{"index": 0, **call}])
@@ -144,6 +146,7 @@ def test_thoughts_and_tool_calls_come_too(gateway_of):
 SAID = chunk(content="le")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -198,6 +201,7 @@ def test_a_server_that_does_not_stream_is_heard_all_the_same(gateway_of):
     assert turn.messages[-1].text == "left"
 
 
+@pytest.mark.slow
 def test_an_endless_answer_is_left_unread(gateway_of):
     server = RemoteServer(pours(100 * 2**20))
     told, turns = talk(gateway_of, server)
@@ -207,6 +211,7 @@ def test_an_endless_answer_is_left_unread(gateway_of):
     assert turns == []
 
 
+@pytest.mark.slow
 def test_a_client_that_hangs_up_leaves_an_account_and_no_turn(gateway_of, tmp_path):
     goes_on = threading.Event()
     server = RemoteServer(streams(chunk(content="le"), chunk("stop"), counted(10, 4), wait=goes_on))

@@ -148,6 +148,7 @@ def results(response):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_id", [False, True], ids=["items", "previous_response_id"])
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_three_turns_with_tools_are_one_chain(gateway_of, chat, by_id, streamed):
@@ -188,6 +189,7 @@ def test_three_turns_with_tools_are_one_chain(gateway_of, chat, by_id, streamed)
     assert answers[0].instructions == "Add." and answers[0].tools[0].name == "add"
 
 
+@pytest.mark.slow
 def test_items_without_ids_and_between_results_are_still_the_answer(gateway_of, chat):
     """Clients keep calls beside their results, and drop ids, thoughts and spaces."""
 
@@ -234,6 +236,7 @@ def test_two_answers_in_a_row_stay_two():
     ]
 
 
+@pytest.mark.slow
 def test_an_answer_that_the_limit_cut_is_incomplete(gateway_of, chat):
     async def work(client, policy):
         body = {"model": "m", "input": "Go.", "max_output_tokens": 7}
@@ -249,6 +252,7 @@ def test_an_answer_that_the_limit_cut_is_incomplete(gateway_of, chat):
     assert [(item.type, item.status) for item in cut.output] == [("reasoning", "incomplete")]
 
 
+@pytest.mark.slow
 def test_it_gives_ids_logprobs_and_versions_on_request(gateway_of, chat):
     async def work(client, policy):
         answer = await client.responses.create(
@@ -269,6 +273,7 @@ def test_it_gives_ids_logprobs_and_versions_on_request(gateway_of, chat):
     assert answer.temperature == turn.temperature
 
 
+@pytest.mark.slow
 def test_what_is_not_kept_is_not_found(gateway_of, chat, monkeypatch):
     async def work(client, policy):
         unkept = await client.responses.create(model="m", input="Go.", store=False)
@@ -294,6 +299,7 @@ def test_what_is_not_kept_is_not_found(gateway_of, chat, monkeypatch):
         assert error.param == "previous_response_id"
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_kept_is_given_and_forgotten(gateway_of, chat):
     asked = [{"role": "user", "content": text} for text in ("Go.", "On.", "Up.")]
 
@@ -357,6 +363,7 @@ def test_the_memory_is_bounded_by_what_it_holds(monkeypatch):
     assert kept.find("large") is None
 
 
+@pytest.mark.slow
 def test_a_stream_that_fails_says_why_where_it_ends(gateway_of, chat):
     async def work(client, policy):
         return await events_of(client, model="m", input="Go.")
@@ -436,6 +443,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 def test_what_can_not_be_asked_is_a_400_that_says_why(gateway_of, chat):
     async def talk():
         async with gateway_of(Spelling(chat, [])) as opened:
@@ -510,6 +518,7 @@ def test_whatever_is_asked_is_read_or_refused(body, items):
             assert request_of(asked, Memory(), RequestImages(DecodedImages())).prompt
 
 
+@pytest.mark.slow
 def test_items_stand_in_the_order_in_which_the_model_wrote(gateway_of, chat):
     says = [f"Hm.</think>{call(1)}\n\nNow:\n{call(2)} ", "Fine.</think>2"]
 

@@ -145,6 +145,7 @@ def is_json(text):
     return True
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_the_pieces_of_a_call_are_its_arguments_and_a_broken_one_is_no_json(data):

@@ -90,6 +90,7 @@ def test_the_reasoning_effort_is_a_variable(gateway_of, chat, path, body):
     assert text_of(chat, policy, 0).startswith("<|im_start|>system\nEffort: high<|im_end|>")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "message"),
     [

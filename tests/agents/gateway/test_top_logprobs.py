@@ -75,6 +75,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", CASES)
 def test_they_are_of_the_distribution_that_was_drawn_from(api, stream, gateway_of):
@@ -106,6 +107,7 @@ def test_they_are_of_the_distribution_that_was_drawn_from(api, stream, gateway_o
         assert names == [text.text for text in texts(tokens[place].tolist())]
 
 
+@pytest.mark.slow
 def test_completions_tell_them_in_columns(gateway_of):
     async def talk():
         async with gateway_of([]) as opened:
@@ -122,6 +124,7 @@ def test_completions_tell_them_in_columns(gateway_of):
     assert told["token_logprobs"] == list(turn.logprobs)
 
 
+@pytest.mark.slow
 def test_penalties_and_biases_of_a_request_are_drawn_under_and_recorded(gateway_of):
     """The distribution is the trainer's (training/test_penalised_turns.py)."""
     given = {

@@ -30,6 +30,7 @@ def test_every_tool_has_a_lesson():
     assert sorted(LESSONS) == sorted({*PACKAGED} - {"fetch", "web_search"}), "but the web"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", sorted(LESSONS))
 def test_a_lesson_is_solved_and_what_is_held_out_is_nowhere_else(tool, tmp_path):
     write_lesson(tool, tmp_path, count=150, held_out=30, shown=60, seed=3)
@@ -65,6 +66,7 @@ def test_answers_are_right():
         assert task["answer"] == str(eval(task["expression"]))
 
 
+@pytest.mark.slow
 def test_a_teacher_may_give_up():
     lesson = LESSONS["calculator"]
     rows = list(demonstrations(lesson, lesson_tasks(lesson, 100, 0), seed=0, quits=0.5))
@@ -88,6 +90,7 @@ def test_there_are_only_so_many(monkeypatch):
         lesson_tasks(LESSONS["calculator"], 2, 0)
 
 
+@pytest.mark.slow
 def test_the_command_writes_it(tmp_path, capsys):
     words = ["data", "prepare", "lesson/search", str(tmp_path / "facts"), "--count", "20"]
     assert main([*words, "--demonstrations", "4"]) == 0

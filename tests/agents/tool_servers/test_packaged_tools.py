@@ -151,6 +151,7 @@ def test_no_statement_leaves_the_database(sql, tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_a_database_does_not_grow_without_bound():
     world = DatabaseTools(task(setup="CREATE TABLE t (x)"), statement_timeout_s=20)
     rows = "WITH RECURSIVE c(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM c WHERE i < 900) "
@@ -224,6 +225,7 @@ def test_like_takes_no_time_for_many_stars():
     assert time.process_time() - started < 10
 
 
+@pytest.mark.slow
 def test_like_ends_with_the_statement():
     world = DatabaseTools(task(setup=GOODS), statement_timeout_s=0.2)
     long = "replace(hex(zeroblob({})), '0', 'a')".format
@@ -368,6 +370,7 @@ def test_no_path_leads_out_of_the_folder(folder, tmp_path):
     assert secret.read_text() == "secret" and os.listdir(tmp_path) == ["secret.txt"]
 
 
+@pytest.mark.slow
 def test_files_have_bounds(folder, tmp_path):
     files = folder()
     with pytest.raises(ToolError, match="at most"):

@@ -137,6 +137,7 @@ def encoder(tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.slow
 def test_dense_search_compares_meanings(corpus, encoder):
     from agentevo.agents.tools.corpus import load_encoder
 

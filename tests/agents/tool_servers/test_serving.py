@@ -125,6 +125,7 @@ def test_every_session_over_http_has_a_state_of_its_own(section):
     assert first == (["x\n0"], 0.0)
 
 
+@pytest.mark.slow
 def test_a_policy_reads_the_same_of_a_tool_here_and_there(section):
     async def schemas(entry):
         box = Toolbox([entry], [].append)
@@ -149,6 +150,7 @@ def test_a_task_that_can_not_be_played_fails_its_attempt(section):
         played(section, (Task(id="t", metadata={"setup": "nonsense"}), READ))
 
 
+@pytest.mark.slow
 def test_a_path_without_a_server_is_told(section, served):
     without = section.model_copy(update={"url": served.removesuffix("/mcp"), "send_task": False})
     with pytest.raises(ToolUnavailableError, match="most are at /mcp, or at /sse"):

@@ -475,6 +475,7 @@ def test_no_server_is_told_the_answer_nor_what_leads_there():
         task_variables(Task(id="t", query="x" * 70_000), 7, "c")
 
 
+@pytest.mark.slow
 def test_messages_hold_no_secrets(monkeypatch, tmp_path):
     """Of a file: variables, headers, the environment and the URL; of an entry: what is passed."""
     monkeypatch.setenv("THE_KEY", "key-of-the-bank")

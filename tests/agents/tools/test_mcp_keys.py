@@ -59,6 +59,7 @@ def opened(section):
     return run_coroutine(work())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["http", "sse"])
 def test_a_key_that_is_missing_or_wrong_is_named(address, transport, monkeypatch, tmp_path):
     monkeypatch.setenv("THE_KEY", "open-barley")

@@ -85,6 +85,7 @@ def played(section, calls):
     return run_coroutine(work())
 
 
+@pytest.mark.slow
 def test_an_odd_result_costs_its_call_and_the_server_goes_on(section):
     odd_mcp_server.count = 0
     kinds = [*odd_mcp_server.ODD, "error"]

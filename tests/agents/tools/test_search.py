@@ -137,6 +137,7 @@ def retriever():
     server.server_close()
 
 
+@pytest.mark.slow
 def test_a_retriever_is_asked_as_search_r1_does(retriever):
     url, asked, answers = retriever
     search = CorpusSearch(url=url, top_k=1)

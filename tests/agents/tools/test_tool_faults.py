@@ -145,11 +145,16 @@ def test_the_policy_gets_names_that_every_api_takes():
     [
         ({"include": ("look", "lok*")}, r"no tool is called 'lok\*': did you mean look\?"),
         ({"exclude": ("*",)}, "`exclude` removes every tool of look"),
+        ({"narrow": {"lok": {}}}, "narrow: no tool is called 'lok': did you mean look?"),
+        (
+            {"narrow": {"look": {"wher": {"enum": ["up"]}}}},
+            "narrow: no parameter of look is called 'wher': did you mean where?",
+        ),
     ],
 )
 def test_a_choice_of_tools_that_leaves_none_is_told(options, problem):
     @tool("look")
-    def look() -> str:
+    def look(where: str = "down") -> str:
         return "grass"
 
     with pytest.raises(ConfigError, match=problem):

@@ -132,6 +132,7 @@ def test_what_is_no_text_too_large_or_an_error_is_refused(site):
             fetch.fetch(url)
 
 
+@pytest.mark.slow
 def test_what_unpacks_to_too_much_is_unpacked_no_further(site):
     url = site.gives("/bomb", gzip.compress(bytes(30_000_000)), Content_Encoding="gzip")
     tracemalloc.start()

@@ -61,6 +61,7 @@ async def greedily(model):
     )
 
 
+@pytest.mark.slow
 def test_what_no_attempt_can_say_is_refused_and_ends_nothing(tmp_path):
     async def work(model):
         (group,) = await gathered(model, TASKS[0])

@@ -46,6 +46,7 @@ def test_what_two_submissions_share_is_trained_on_once(tmp_path):
     assert agentevo.load_run(tmp_path / "run").audit().ok
 
 
+@pytest.mark.slow
 def test_what_is_committed_while_a_submission_is_checked_is_not_submitted_again(
     tmp_path, monkeypatch
 ):

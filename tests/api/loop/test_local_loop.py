@@ -87,6 +87,7 @@ def trained(tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
     [answer, pytest.param(by_a_client, marks=pytest.mark.soak)],
@@ -153,6 +154,7 @@ async def flaky(task, policy):
     return reward_of(reply.text) + 0.01 * policy.turns[0].completion_ids[0]
 
 
+@pytest.mark.slow
 def test_what_is_refused_and_what_is_left_out(tmp_path, capsys):
     async def work(model):
         (group,) = await agentevo.gather([flaky.group(model, TASKS[0], size=5)])
@@ -212,6 +214,7 @@ def test_what_is_refused_and_what_is_left_out(tmp_path, capsys):
     assert agentevo.load_run(tmp_path / "run").audit().ok
 
 
+@pytest.mark.slow
 def test_staleness_that_is_allowed_is_trained_on(tmp_path):
     async def work(model):
         first, second, third = [
@@ -232,6 +235,7 @@ async def broken(task, policy):
     raise RuntimeError("no tool")
 
 
+@pytest.mark.slow
 def test_a_broken_rollout_is_said_at_once(tmp_path):
     async def work(model):
         with pytest.raises(AttemptsFailedError, match="4 of 4 failed: 4 RuntimeError: no tool"):

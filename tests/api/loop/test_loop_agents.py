@@ -348,6 +348,7 @@ async def in_a_form(task, policy):
     return json.loads(reply.text)["a"] / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["here", "server"])
 def test_an_answer_has_the_form_that_was_asked_for(where, tmp_path):
     pytest.importorskip("llguidance")
@@ -362,6 +363,7 @@ def test_an_answer_has_the_form_that_was_asked_for(where, tmp_path):
     assert agentevo.load_run(tmp_path / "mine").audit().ok
 
 
+@pytest.mark.slow
 def test_what_a_program_can_not_say(tmp_path):
     async def client(**sections):
         async with opened("server", tmp_path, **sections):

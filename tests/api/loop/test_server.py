@@ -62,6 +62,7 @@ def test_whatever_answer_is_lost_trains_once(tmp_path):
     assert all(len(trajectory.turns) == 1 for trajectory in run.trajectories())
 
 
+@pytest.mark.slow
 def test_what_the_server_refuses(tmp_path):
     async def work():
         async with served(tmp_path) as (client, _, _):

@@ -61,6 +61,7 @@ def test_a_client_learns_nothing_of_the_server(sections, message, tmp_path, monk
     with_a_server(tmp_path, work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["model", "reward_model", "agents"])
 def test_org_and_name_are_the_hubs_whatever_folder_the_server_works_in(
     place, tmp_path, monkeypatch

@@ -6,6 +6,7 @@ import io
 import time
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from agentevo.environments.browser.observation import MAX_MARKS, draw_marks
@@ -37,6 +38,7 @@ def test_names_and_texts_of_elements_are_no_attributes() -> None:
     assert marked(pointed)[0, 39].tolist() == RED
 
 
+@pytest.mark.slow
 def test_huge_and_many_boxes_take_no_time() -> None:
     far = 10**30
     huge = f"- button [ref=e1] [box=50,10,{far},{far}]\n"

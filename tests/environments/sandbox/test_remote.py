@@ -160,6 +160,7 @@ def test_who_has_no_key_gets_nothing(secret, monkeypatch):
     run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -183,6 +184,7 @@ def test_a_server_gives_no_more_than_its_own_limits(secret, asked, message):
     run(work)
 
 
+@pytest.mark.slow
 def test_a_client_that_is_gone_leaves_nothing_running(secret):
     async def work():
         async with served(secret) as (server, section):
@@ -261,6 +263,7 @@ def test_a_full_server_says_so(secret):
     run(work)
 
 
+@pytest.mark.slow
 def test_one_that_nobody_uses_is_closed(secret):
     async def work():
         async with served(secret, idle_s=0.3) as (server, section):
@@ -291,6 +294,7 @@ MISUSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", MISUSES)
 def test_a_client_that_misuses_the_protocol_ends_its_own_sandbox(secret, monkeypatch, what):
     monkeypatch.setattr(sandbox_server, "OPEN_S", 1.0 if what == "nothing" else LONG_S)
@@ -331,6 +335,7 @@ def test_a_server_that_ends_costs_the_call(secret):
     run(work)
 
 
+@pytest.mark.slow
 def test_a_program_whose_server_ends_is_told_apart_from_one_that_fails(secret):
     async def work():
         async with served(secret) as (server, section):

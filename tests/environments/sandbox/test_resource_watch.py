@@ -17,6 +17,7 @@ from agentevo.environments.sandbox.section import SandboxSection
 from agentevo.errors import SandboxError
 
 
+@pytest.mark.slow
 def test_a_failed_trial_says_nothing_of_other_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_sandbox, "_working", set())
 

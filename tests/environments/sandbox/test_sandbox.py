@@ -375,6 +375,7 @@ def test_waiting_for_another_sandbox_has_an_end() -> None:
         asyncio.run(use())
 
 
+@pytest.mark.slow
 def test_packages_are_there_only_where_they_are_asked_for(kind: str) -> None:
     async def use(packages: bool) -> list[Any]:
         async with Sandboxes(SandboxSection(type=kind, packages=packages)).open() as sandbox:
@@ -395,6 +396,7 @@ def test_variables_of_the_section_are_the_codes(kind: str) -> None:
     assert asyncio.run(use()).value == "'blue'"
 
 
+@pytest.mark.slow
 def test_a_cancelled_start_leaves_nothing(kind: str) -> None:
     async def use() -> None:
         opener = Sandboxes(SandboxSection(type=kind, max_sandboxes=1))
@@ -420,6 +422,7 @@ def test_a_cancelled_start_leaves_nothing(kind: str) -> None:
     assert not termination._alive - before
 
 
+@pytest.mark.slow
 def test_a_sandbox_that_is_closed_while_it_starts_is_closed() -> None:
     async def use() -> None:
         async with Sandboxes(SandboxSection(type="none")).open() as sandbox:

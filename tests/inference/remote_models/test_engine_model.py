@@ -36,6 +36,7 @@ def asked(model, messages=ASKED, **options):
     return asyncio.run(model.generate(messages, role="judge", attempt="a", **options))
 
 
+@pytest.mark.slow
 def test_a_local_model_answers_is_logged_and_kept_until_its_weights_change(folder, tmp_path):
     model = RemoteModel("j", section(folder, cache=True, budget={"requests": 3}), tmp_path)
     first = asked(model)
@@ -120,6 +121,7 @@ def test_a_local_model_that_is_not_here_is_refused_before_anything_is_created(tm
         check_keys(sections)
 
 
+@pytest.mark.slow
 def test_kept_answers_stay_within_their_limit_and_may_be_shared(tmp_path):
     options = {"model": "m", "cache": True, "cache_dir": tmp_path / "shared", "cache_mib": 1}
     with RemoteServer(gives(chat("y" * 2**17))) as server:

@@ -121,6 +121,7 @@ def test_messages_may_have_the_images_themselves():
     assert server.received[0]["messages"][0]["content"] == [part]
 
 
+@pytest.mark.slow
 def test_the_cache_and_the_budget_count_images(tmp_path):
     """An image counts with the most tokens that a server may count, not by its bytes."""
     large = read_image(file_of(picture(900, 900), "BMP"), "x")

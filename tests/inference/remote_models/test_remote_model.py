@@ -280,6 +280,7 @@ def test_retry_after_is_read_in_all_its_forms(headers, seconds):
     assert retry_after(headers, now=90.0) == seconds
 
 
+@pytest.mark.slow
 def test_a_budget_is_never_exceeded_however_many_ask_at_once(tmp_path):
     budget = {"tokens": 4000, "requests": 100}
 

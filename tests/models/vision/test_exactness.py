@@ -68,6 +68,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Compute],
     return get
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names(NAMES, "qwen3_vl", "gemma3", whole=True))
 def test_rows_with_any_number_of_images_are_those_alone(
     name: str, seeing: Callable[..., Seeing]
@@ -123,6 +124,7 @@ def test_a_shared_prefix_with_an_image_is_computed_once(
     assert gradient_difference(found, wanted) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names(TREES, "qwen3_vl", "smolvlm"))
 @pytest.mark.parametrize("through_gradients", [True, False])
 def test_the_tree_computes_sequences_that_share_an_image(
@@ -170,6 +172,7 @@ def test_the_tree_computes_sequences_that_share_an_image(
         assert gradient_difference(found, wanted) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names(NAMES, "qwen3_vl", "gemma3"))
 def test_the_way_to_compute_is_the_one_that_is_exact(
     name: str, seeing: Callable[..., Seeing]
@@ -183,6 +186,7 @@ def test_the_way_to_compute_is_the_one_that_is_exact(
         assert "see each other in both directions" in describe_rows(model)
 
 
+@pytest.mark.slow
 def test_without_an_image_no_trial_says_tree(tmp_path: Path) -> None:
     model = Seeing.read(write_tiny_vision("llava", tmp_path), "rows").plain
     prepare(model)
@@ -191,6 +195,7 @@ def test_without_an_image_no_trial_says_tree(tmp_path: Path) -> None:
         prepare(Seeing.read(tmp_path, "rows").plain, compute="tree")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names(CAUSAL, "qwen3_vl", "smolvlm"))
 def test_a_pass_may_end_inside_an_image(name: str, seeing: Callable[..., Seeing]) -> None:
     model = seeing(name)
@@ -232,6 +237,7 @@ def test_an_image_has_the_same_features_in_any_company(
                 assert torch.allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_another_number_of_features_than_tokens_is_refused(
     seeing: Callable[..., Seeing],
 ) -> None:

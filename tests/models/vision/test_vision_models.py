@@ -57,6 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_folder_with_a_tower_is_whole_after_saving_and_loading(
     name: str, folders: Any, tmp_path: Path
@@ -82,6 +83,7 @@ def test_a_folder_with_a_tower_is_whole_after_saving_and_loading(
     assert all(torch.equal(found[key], weights[key]) for key in weights)
 
 
+@pytest.mark.slow
 def test_the_text_half_of_a_folder_stays_a_text_model(folders: Any, tmp_path: Path) -> None:
     """If its type has one: without an image processor, nothing can be shown to it."""
     folder = shutil.copytree(folders("qwen3_5"), tmp_path / "model")
@@ -93,6 +95,7 @@ def test_the_text_half_of_a_folder_stays_a_text_model(folders: Any, tmp_path: Pa
         load_seeing(folder, vision=VisionSection(freeze=("tower",)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("gemma3", "Gemma3ForConditionalGeneration"), ("qwen3_5", "Qwen3_5ForCausalLM")],
@@ -116,6 +119,7 @@ def test_a_model_that_is_shown_no_images_is_a_text_model(
         VisionSection(images=False, max_pixels=64)
 
 
+@pytest.mark.slow
 def test_older_folders_have_their_template_in_a_file_of_its_own(
     folders: Any, tmp_path: Path
 ) -> None:
@@ -131,6 +135,7 @@ def test_older_folders_have_their_template_in_a_file_of_its_own(
         load_seeing(folder)
 
 
+@pytest.mark.slow
 def test_sizes_of_images_are_saved(folders: Any, tmp_path: Path) -> None:
     folder = folders("qwen2_vl")
     own = load_seeing(folder)
@@ -156,6 +161,7 @@ def trained_once(model: Any, loss: torch.Tensor) -> None:
     optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLED)
 @pytest.mark.parametrize("freeze", [(), ("tower",), *soak(("projector",), ("tower", "projector"))])
 def test_only_parts_that_are_not_frozen_get_gradients_and_change(
@@ -187,6 +193,7 @@ def adapted_names(model: Any) -> set[str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_vl", *slow("idefics3"), *soak("gemma3", *OTHERS_OF_SOAK)])
 def test_adapters_reach_the_language_model_and_other_parts_by_name(name: str, folders: Any) -> None:
     pytest.importorskip("peft")
@@ -224,6 +231,7 @@ def inner_parameters(model: Any) -> Any:
     return model.get_base_model().named_parameters()
 
 
+@pytest.mark.slow
 def test_a_name_that_only_the_tower_has_reaches_it(folders: Any) -> None:
     pytest.importorskip("peft")
     section = LoraSection(rank=2, targets=["qkv", "visual.merger.linear_fc1", "q_proj"])
@@ -234,6 +242,7 @@ def test_a_name_that_only_the_tower_has_reaches_it(folders: Any) -> None:
         load_seeing(folders("qwen3_vl"), lora=LoraSection(rank=2, targets=["tower_of_babel"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", *slow("idefics3"), *soak("qwen3_vl", *OTHERS_OF_SOAK)])
 def test_an_adapted_model_computes_what_its_merged_weights_do(
     name: str, folders: Any, tmp_path: Path
@@ -258,6 +267,7 @@ def test_an_adapted_model_computes_what_its_merged_weights_do(
         assert log_prob_difference(found, model.plain_logits(prompt)) > 100 * TOLERANCE
 
 
+@pytest.mark.slow
 def test_only_the_language_model_is_prepared(folders: Any) -> None:
     loaded = load_seeing(folders("llava"))
     prepare(loaded.model)
@@ -281,6 +291,7 @@ def test_half_precision_encodes(folders: Any) -> None:
     assert features.pooled.isfinite().all()
 
 
+@pytest.mark.slow
 def test_a_model_without_weights_has_its_processor(folders: Any) -> None:
     folder = folders("qwen3_vl")
     section = ModelSection(name=str(folder), device="cpu")
@@ -298,6 +309,7 @@ def test_keys_for_models_that_see_are_refused_for_others(tmp_path: Path) -> None
         VisionSection(min_pixels=9, max_pixels=4)
 
 
+@pytest.mark.slow
 def test_a_damaged_image_processor_is_refused(folders: Any, tmp_path: Path) -> None:
     folder = shutil.copytree(folders("llava"), tmp_path / "model")
     (folder / "preprocessor_config.json").write_text('{"image_processor_type": "Nobody"}')

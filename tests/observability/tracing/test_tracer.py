@@ -267,6 +267,7 @@ def wait_for_the_end() -> None:
             thread.join(300)
 
 
+@pytest.mark.slow
 def test_a_run_of_a_moment_loses_no_span() -> None:
     lines: list[str] = []
     kept = Kept()
@@ -371,6 +372,7 @@ def test_what_a_call_notes_after_somebody_looked_at_it_is_recorded() -> None:
     assert call.record("r").attributes == {"score": 1.0, "reason": "right"}
 
 
+@pytest.mark.slow
 def test_a_huge_batch_goes_in_pieces(monkeypatch) -> None:
     monkeypatch.setattr(tracer_module, "EXPORT_CHARS", 2**19)
     sizes: list[int] = []

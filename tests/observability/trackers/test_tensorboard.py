@@ -78,6 +78,7 @@ def test_a_log_hands_over_what_is_committed(
     assert [Scalar.step for Scalar in events.Scalars("y")] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_the_room_loads_no_tracker_and_no_torch() -> None:
     heavy = ("torch", "tensorboard", "wandb", "mlflow", "transformers")
     loaded = f"[name for name in {heavy!r} if name in sys.modules]"

@@ -35,6 +35,7 @@ from agentevo.types import QUEUED_FOR_STEP, Task
 VICTIM = "train-2-1/train@2#1"
 
 
+@pytest.mark.slow
 def test_a_whole_run_has_no_violation_and_is_accounted_for(whole):
     found = audited(whole)
     assert found.ok
@@ -203,6 +204,7 @@ def test_a_torn_checkpoint_is_found_and_its_file_named(run):
     assert "step-000002/model.safetensors can.t be read" in found.replace("'", ".")
 
 
+@pytest.mark.slow
 def test_another_checkpoint_in_its_place_is_a_violation_unless_head_json_has_it(run):
     """A resume that found it torn does the step again and saves it anew: whole, with other times in
     it."""
@@ -244,6 +246,7 @@ class Going:
         return found
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_meanwhile_breaks_nothing(run):
     async def work() -> Audit:
         async with await open_store(f"sqlite:///{run / 'store.sqlite'}", create=False) as store:
@@ -274,6 +277,7 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read_is_no_torn_one(run, monkey
     assert (found.violations, found.gone) == ([], [2, 3])
 
 
+@pytest.mark.slow
 def test_a_task_that_failed_is_listed_with_its_error(run):
     async def fail() -> None:
         async with await open_store(f"sqlite:///{run / 'store.sqlite'}", create=False) as store:
@@ -293,6 +297,7 @@ def test_a_task_that_failed_is_listed_with_its_error(run):
     assert violations(run) == ["task left failed, and no error is recorded"]
 
 
+@pytest.mark.slow
 def test_stale_tokens_are_masked_or_a_violation(tmp_path):
     """Ages 3, 2, 1 at step 4 with a bound of 2: the plan must say that one token was left out."""
 
@@ -323,6 +328,7 @@ def test_stale_tokens_are_masked_or_a_violation(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_it_found_and_fails_on_a_violation(run, capsys):
     assert main(["audit", str(run)]) == 0
 
@@ -403,6 +409,7 @@ def wait_in(folder: Path, group: str) -> None:
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_a_drop_that_no_step_has_decided_is_a_violation(run: Path) -> None:
     """Its reason is in the record of the step that decided it, and nowhere else before."""
     wait_in(run, "waits")

@@ -45,6 +45,7 @@ def test_every_table_is_gone_through_or_plays_no_part() -> None:
         assert (name in gone_through) == (NO_PART[name] != columns), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [*ROWS, *slow(ATTEMPT), *soak(*NOT_COMMITTED)], ids=" ".join)
 def test_no_column_is_changed_unseen(run: Path, row: tuple[str, str]) -> None:
     table, where = row
@@ -117,6 +118,7 @@ def test_what_nothing_holds_is_listed(run: Path, capsys: Any) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_rows_of_the_log_after_the_last_step_are_listed_or_refused(run: Path) -> None:
     last = audited(run).steps
     log = run / "metrics.jsonl"
@@ -192,6 +194,7 @@ def test_the_last_step_can_t_be_deleted_unseen(run: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_no_value_of_head_json_is_changed_unseen(run: Path) -> None:
     file = run / "head.json"
     head = json.loads(file.read_text())

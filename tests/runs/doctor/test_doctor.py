@@ -40,6 +40,7 @@ def _folder(tmp_path, monkeypatch):
     assert list(Path().iterdir()) == [], "the doctor leaves nothing behind"
 
 
+@pytest.mark.slow
 def test_a_model_from_a_folder_is_judged_as_one_that_is_made(
     tiny_policy, tmp_path_factory, monkeypatch
 ):
@@ -62,6 +63,7 @@ def test_a_model_from_a_folder_is_judged_as_one_that_is_made(
     assert any(change.startswith("model.lora.rank=") for change in measures)
 
 
+@pytest.mark.slow
 def test_a_sound_recipe():
     found = by_name(check_recipe(recipe()))
     assert list(found) == [
@@ -95,6 +97,7 @@ def test_a_sound_recipe():
     assert "all 3 ran to their end" in found["attempts"].finding
 
 
+@pytest.mark.slow
 def test_tasks_with_images(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
     Image.new("RGB", (32, 16), "red").save(folder / "red.png")
@@ -112,6 +115,7 @@ def test_tasks_with_images(tmp_path_factory):
     assert checks["log-probs"].status == "good"
 
 
+@pytest.mark.slow
 def test_an_agent_that_edits_its_history():
     async def agent(task, policy):
         messages = [Message("user", "Go.")]
@@ -144,6 +148,7 @@ def test_turns_that_start_anew_need_little_context():
     assert longest(anew) < longest(by_name(check_recipe(recipe())))
 
 
+@pytest.mark.slow
 def test_completions_that_are_always_cut():
     words = ["agent.format=think_answer", "agent.format_penalty=0", "sampling.max_new_tokens=1"]
     cut = by_name(check_recipe(recipe(*words)))["completions"]
@@ -151,12 +156,14 @@ def test_completions_that_are_always_cut():
     assert "cut by the token limit" in cut.finding and "sampling.max_new_tokens" in cut.advice
 
 
+@pytest.mark.slow
 def test_a_context_that_is_too_short_breaks_every_attempt():
     found = by_name(check_recipe(recipe("model.tiny.context_length=32")))
     assert found["attempts"].status == "wrong"
     assert "32" in found["attempts"].finding
 
 
+@pytest.mark.slow
 def test_before_a_cold_start_bad_play_is_expected():
     words = ["agent.format=think_answer", "agent.format_penalty=0", "sampling.max_new_tokens=1"]
     before = by_name(check_recipe(recipe("cold_start.episodes=8", *words)))
@@ -169,6 +176,7 @@ def test_before_a_cold_start_bad_play_is_expected():
     assert "cold start" not in without["completions"].advice
 
 
+@pytest.mark.slow
 def test_a_recipe_that_only_evaluates_needs_no_reward_spread():
     assert "rewards" not in by_name(
         check_recipe(recipe("trainer.steps=0", "trainer.group_size=1", "sampling.top_p=0.9"))

@@ -75,6 +75,7 @@ def change_turn(trajectory: Trajectory, index: int, **fields) -> Trajectory:
     return msgspec.structs.replace(trajectory, turns=turns)
 
 
+@pytest.mark.slow
 def test_honest_attempts_pass(loaded, group):
     trajectories, requests = group
     assert sum(requests.values()) == 9
@@ -118,6 +119,7 @@ def test_every_turn_of_a_branched_attempt_is_compared_once(loaded, group):
     assert difference > 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_vl", "idefics3"])
 def test_attempts_with_images_are_compared_with_their_images(name):
     policy = seeing_policy(name)
@@ -242,6 +244,7 @@ def test_weights_that_the_engine_keeps_beside_the_trainer_s_take_memory(
     assert kept("rollout.staleness=1", "rollout.sharing=overlap") == 2 * copy
 
 
+@pytest.mark.slow
 def test_every_measure_is_a_valid_change_that_never_takes_more(
     loaded, small_config, tmp_path, monkeypatch
 ):

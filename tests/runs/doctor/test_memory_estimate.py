@@ -146,6 +146,7 @@ def test_what_is_trained_decides(random_model):
     assert half["optimizer"] == 8 * numbers
 
 
+@pytest.mark.slow
 def test_frozen_parts_of_a_model_that_sees_are_not_trained():
     def of(name, vision):
         config = build_config({"model": {"name": name, "vision": vision}}, needs_environment=False)

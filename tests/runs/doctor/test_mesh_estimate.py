@@ -70,6 +70,7 @@ def sizes_in(config):
     return sizes_of(unloaded_policy(config))
 
 
+@pytest.mark.slow
 def test_a_model_that_one_device_cannot_hold_is_sharded(shape_of_7b):
     config = recipe(shape_of_7b)
     sizes = sizes_in(config)
@@ -91,6 +92,7 @@ def test_a_model_that_one_device_cannot_hold_is_sharded(shape_of_7b):
     assert nothing.status == "wrong" and "Limit memory" in nothing.advice
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_for_each_mesh_whose_terms_add_up(shape_of_7b):
     finding = check_meshes(recipe(shape_of_7b), 8, 80.0, "coins").finding
     head, header, *rows = finding.splitlines()
@@ -103,6 +105,7 @@ def test_the_table_has_a_row_for_each_mesh_whose_terms_add_up(shape_of_7b):
         assert whole <= ROOM * 80
 
 
+@pytest.mark.slow
 def test_a_recipe_with_a_mesh_is_judged_by_it_alone(shape_of_7b):
     check = check_meshes(recipe(shape_of_7b, pipeline=2), 8, 80.0, "coins")
     assert check.status == "wrong", "half of the weights, moments and gradients are too much"
@@ -129,6 +132,7 @@ def test_more_shards_take_less_and_so_does_half_a_sequence(shape_of_7b):
     assert terms(tensor=2)["gradients"] == terms()["gradients"] / 2
 
 
+@pytest.mark.slow
 def test_stages_share_the_weights_and_keep_as_many_micro_batches_as_follow(shape_of_7b):
     sizes = sizes_in(recipe(shape_of_7b))
     alone = process_terms(recipe(shape_of_7b), sizes)
@@ -163,6 +167,7 @@ def test_the_output_layers_gradient_of_a_pass_is_counted_once(mesh, part, shape_
     assert part * matrix <= terms["logits"] <= part * matrix + blocks["logits"]
 
 
+@pytest.mark.slow
 def test_what_a_recipe_asks_for_is_counted(shape_of_7b):
     sizes = sizes_in(recipe(shape_of_7b))
 
@@ -198,6 +203,7 @@ def test_the_engine_is_counted_on_the_first_device(shape_of_7b):
     assert engine("engine.type=sglang") == 0
 
 
+@pytest.mark.slow
 def test_235b_trains_on_256_devices_where_others_sample(shape_of_235b):
     words = shape_of_235b, "trainer.micro_batch_tokens=8192"
     sizes = sizes_in(recipe(*words))

@@ -33,6 +33,7 @@ def served(*names):
     return gives({"data": [{"id": name} for name in names]})
 
 
+@pytest.mark.slow
 def test_servers_that_answer_are_good_and_names_of_several_are_told(checks):
     with Manager() as manager, RemoteServer(served("qwen", "llama")) as server:
         entry = {"type": "mcp_manager", "url": manager.node_url}
@@ -59,6 +60,7 @@ def test_a_server_that_should_be_there_is_not_waited_for_as_a_run_does(checks, m
     assert found.finding.count("the MCP manager") == 1 and "start it" in found.finding
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_wrong_and_nothing_is_played(checks, monkeypatch):
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     with RemoteServer(served("qwen-14b")) as server, RemoteServer(fails(401)) as closed:

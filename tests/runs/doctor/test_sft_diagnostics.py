@@ -53,6 +53,7 @@ def test_rows_that_are_left_out_are_told(tmp_path):
         check_sft_recipe(recipe(tmp_path, "no json\n"))
 
 
+@pytest.mark.slow
 def test_too_little_memory_names_the_key_that_helps(tmp_path, monkeypatch):
     """What is free is set between what the recipe takes and what it takes with shorter
     micro-batches."""
@@ -74,6 +75,7 @@ def test_too_little_memory_names_the_key_that_helps(tmp_path, monkeypatch):
     assert short.advice.startswith("set sft.micro_batch_tokens=")
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_recipes_of_both_kinds(tmp_path, capsys):
     main(["doctor", "frozen_lake_sft", "data.demonstrations=4", "model.tiny.hidden_size=32"])
     assert "good     rows: 4 of 4 conversations" in capsys.readouterr().out

@@ -80,6 +80,7 @@ def test_without_an_answer_nothing_judges(capsys):
     assert "completed, but not scored" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_failure_is_shown_and_ends_with_1(capsys):
     with RemoteServer(gives({"data": [{"id": "m"}]}), fails(400, "no such thing")) as server:
         tried(server, "--task", "Hi.", code=1)

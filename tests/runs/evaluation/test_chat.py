@@ -54,6 +54,7 @@ def judged_elsewhere(tmp_path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_what_asks_a_run_for_its_model_needs_none_of_its_rewards(judged_elsewhere, capsys):
     for words in (
         ["chat", str(judged_elsewhere)],
@@ -341,6 +342,7 @@ def test_what_can_t_be_talked_to_is_refused(words, expected, monkeypatch, capsys
     assert expected in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_values_of_the_templates_variables_apply_to_a_folder_and_to_a_checkpoint(tmp_path):
     template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"

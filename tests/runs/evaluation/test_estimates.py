@@ -90,6 +90,7 @@ def test_an_interval_of_agreeing_tasks_holds_the_truth_as_often_as_it_says():
     assert (drawn.sum(axis=1) == 0).mean() == pytest.approx(0.025, abs=0.005)
 
 
+@pytest.mark.slow
 def test_of_many_tasks_it_is_the_normal_interval():
     values = np.random.default_rng(2).random(1_000_000)
     found = mean_of(values)

@@ -91,6 +91,7 @@ def test_rows_show_images_to_a_judge(tmp_path):
         assert all(group.images[name].data in colours for name in named)
 
 
+@pytest.mark.slow
 def test_a_judge_that_can_rank_passes_and_a_recipe_may_train_by_it(calibrated, tmp_path):
     code, report, shown, tree = calibrated(ranks())
     assert (code, report["below"]) == (0, [])
@@ -141,6 +142,7 @@ def test_biased_judges_are_caught(calibrated):
     assert "its rank correlation with the truth" in shown.err
 
 
+@pytest.mark.slow
 def test_a_judge_that_obeys_attempts_is_caught(calibrated):
     code, report, shown, _ = calibrated(ranks(obeys))
     assert report["measured"]["min_rank_correlation"]["value"] > 0.9

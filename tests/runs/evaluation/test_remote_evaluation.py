@@ -76,6 +76,7 @@ def lines_of(out="out"):
     return sorted(lines, key=lambda line: (names.index(line["task"]), line["attempt"]))
 
 
+@pytest.mark.slow
 def test_a_server_is_asked_each_task_and_judged(folder, capsys):
     with RemoteServer(adds) as server:
         evaluated(server.base_url, "--tasks", "tasks.jsonl", "--out", "out", "rewards=[numeric]")
@@ -112,6 +113,7 @@ def test_what_is_measured_is_said_before_it_is_played(folder, capsys, monkeypatc
     assert told.err.startswith("--tasks: 3 of 3 rows are used")
 
 
+@pytest.mark.slow
 def test_the_tool_agent_plays_with_its_calls(folder, add_tool):
     tools = ["agent.type=tool_agent", "agent.tools=[add]", "rewards=[{name: numeric}, tool_use]"]
     with RemoteServer(adds) as server:
@@ -135,6 +137,7 @@ def test_the_tool_agent_plays_with_its_calls(folder, add_tool):
     assert all(not turn.completion_ids for turn in one.turns), "nobody knows its tokens"
 
 
+@pytest.mark.slow
 def test_a_client_at_the_gateway_gets_the_remote_model(folder):
     @agentevo.agent("by_client")
     def by_client(task):
@@ -154,6 +157,7 @@ def test_a_client_at_the_gateway_gets_the_remote_model(folder):
     assert {(line["turns"], line["tokens"]) for line in lines_of()} == {(1, 4)}
 
 
+@pytest.mark.slow
 def test_failed_attempts_are_no_zeros_and_can_be_played_again(folder, capsys):
     with RemoteServer(adds) as server:
         models = f"remote_models.far={{base_url: '{server.base_url}', model: adder, max_tries: 1}}"
@@ -188,6 +192,7 @@ def test_all_failed_is_an_error_and_kept(folder, capsys):
     assert (folder / "out/summary.json").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_evaluation_goes_on(folder):
     with RemoteServer(adds) as server:
         words = [f"{server.base_url}#adder", "--tasks", "tasks.jsonl", "-k", "2", "--out", "out"]
@@ -202,6 +207,7 @@ def test_an_interrupted_evaluation_goes_on(folder):
     assert len(attempts) == 6
 
 
+@pytest.mark.slow
 def test_two_models_meet_the_same_tasks_with_the_same_seeds(folder, capsys):
     with RemoteServer(adds) as good, RemoteServer(gives(chat("9"))) as bad:
         bad.answers = [gives({"data": [{"id": "niner"}]}), gives(chat("9"))]
@@ -217,6 +223,7 @@ def test_two_models_meet_the_same_tasks_with_the_same_seeds(folder, capsys):
     assert difference["pass_at"]["1"]["tasks"] == 3
 
 
+@pytest.mark.slow
 def test_kept_attempts_are_scored_again_without_playing(folder, capsys):
     with RemoteServer(adds) as server:
         evaluated(server.base_url, "--tasks", "tasks.jsonl", "--out", "out", "rewards=[numeric]")
@@ -239,6 +246,7 @@ def test_kept_attempts_are_scored_again_without_playing(folder, capsys):
         assert why in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_rewards_that_see_images_do_not_score_kept_attempts_without_them(folder, capsys):
     with RemoteServer(adds) as server:
         evaluated(server.base_url, "--tasks", "tasks.jsonl", "--out", "out", "rewards=[numeric]")
@@ -298,6 +306,7 @@ def test_what_can_not_be_measured_is_refused_before_anything_is_made(folder, cap
     assert set(folder.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_a_program_measures_what_the_command_does(folder):
     (folder / "leveled.jsonl").write_text(
         "".join(

@@ -226,6 +226,7 @@ def test_labels_and_verdicts_are_exported(run: Path, tmp_path: Path) -> None:
     assert rows[0]["note"] == "fine"
 
 
+@pytest.mark.slow
 def test_attempts_at_held_out_tasks_are_no_training_data_unless_asked_for(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

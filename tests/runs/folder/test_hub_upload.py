@@ -199,6 +199,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_published_in_one_commit_with_a_card(hub, run, capsys):
     assert main(["models", str(run), "--push", "me/lake"]) == 0
     told = capsys.readouterr()
@@ -242,6 +243,7 @@ def test_weights_of_another_form_do_not_stay_beside_the_new_ones(hub, run):
     }
 
 
+@pytest.mark.slow
 def test_an_adapter_names_its_base_as_others_find_it(run):
     checkpoint = run / "checkpoints" / "step-000020"
     for name in ("config.json", "model.safetensors", manifest.NAME):

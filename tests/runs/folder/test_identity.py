@@ -19,6 +19,7 @@ from agentevo.store.opening import open_store
 from agentevo.types import Task
 
 
+@pytest.mark.slow
 def test_the_first_process_makes_the_folder_and_the_others_find_it(small_config, tmp_path):
     folder = tmp_path / "run"
     config = small_config(folder)
@@ -163,6 +164,7 @@ def machine(tmp_path):
     return made
 
 
+@pytest.mark.slow
 def test_machines_without_a_shared_folder_meet_in_the_object_store(machine, tmp_path, monkeypatch):
     """The second one joins although the store is in use, also where that came to be while it
     looked, and one of another recipe does not."""
@@ -207,6 +209,7 @@ def confirmed(config, *, resume=True):
     return said
 
 
+@pytest.mark.slow
 def test_what_a_trainer_changes_holds_for_all(machine, tmp_path):
     """Other machines take it over, also one that has its folder, and refuse what was before."""
     confirmed(machine("trainer"), resume=not ensure_run_folder(machine("trainer")))
@@ -224,6 +227,7 @@ def test_what_a_trainer_changes_holds_for_all(machine, tmp_path):
         confirmed(machine("trainer"), resume=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", ["rollout.weights.url=file://{}/b", "run.seed=9"])
 def test_a_folder_of_another_run_is_not_taken_over(changed, machine, tmp_path):
     other = changed.format(tmp_path), f"store.url=sqlite:///{tmp_path / 'other.sqlite'}"
@@ -235,6 +239,7 @@ def test_a_folder_of_another_run_is_not_taken_over(changed, machine, tmp_path):
     assert (tmp_path / "one" / "config.yaml").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_kill_between_folder_and_object_store_is_mended_by_the_next_start(machine, tmp_path):
     ensure_run_folder(machine("trainer"))
     write_config(machine("trainer", MORE))  # and there it was killed
@@ -242,6 +247,7 @@ def test_a_kill_between_folder_and_object_store_is_mended_by_the_next_start(mach
     assert load_config(tmp_path / "bucket" / "config.yaml").trainer.steps == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [None, "1234"])
 def test_weights_of_another_run_are_left_alone(own, machine, tmp_path):
     """Their recipe too, though a resume might change what differs."""
@@ -264,6 +270,7 @@ def test_weights_of_another_run_are_left_alone(own, machine, tmp_path):
         assert confirmed(machine("other", MORE))
 
 
+@pytest.mark.slow
 def test_a_recipe_can_be_changed_where_head_json_was_deleted(machine, tmp_path):
     """As its own errors advise."""
     ensure_run_folder(machine("trainer"))
@@ -281,12 +288,14 @@ def test_a_sampler_alone_is_told_what_to_do_with_its_folder(small_config, tmp_pa
     assert "--resume" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_was_killed_before_it_began_is_resumed_as_it_was(machine):
     """A launch gives --resume to every start but the first."""
     ensure_run_folder(machine("trainer"))
     assert confirmed(machine("trainer")) == []
 
 
+@pytest.mark.slow
 def test_no_resume_where_it_could_not_be_told_or_would_be_another_run(machine, tmp_path):
     ensure_run_folder(machine("sampler"))
     with pytest.raises(ConfigError, match="this run's trainer never used this folder"):

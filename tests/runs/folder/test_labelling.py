@@ -88,6 +88,7 @@ def test_the_most_surprising_attempt_is_asked_about_first_and_none_twice(
     assert "1 of 6" in again and "hard2" not in again and "0 answers kept" in again
 
 
+@pytest.mark.slow
 def test_an_edited_reply_a_note_and_an_undo(run: Path, say: Any) -> None:
     say("e\nsilver {x}\nand more\n.\nn the coin\nw\nr\nu\nw\nq\n")
     said = read_annotations(run)
@@ -98,6 +99,7 @@ def test_an_edited_reply_a_note_and_an_undo(run: Path, say: Any) -> None:
     assert len(said.attempts) == 2
 
 
+@pytest.mark.slow
 def test_of_two_attempts_the_better_one_is_kept_and_not_asked_about_again(
     run: Path, say: Any
 ) -> None:

@@ -33,6 +33,7 @@ def documents(path):
     return {one["kind"]: one for one in yaml.safe_load_all(path.read_text())}
 
 
+@pytest.mark.slow
 def test_every_target_writes_the_same_recipe_and_nodes(tmp_path):
     for target in ("slurm", "kubernetes", "skypilot"):
         folder = write(
@@ -46,6 +47,7 @@ def test_every_target_writes_the_same_recipe_and_nodes(tmp_path):
         assert [len(node.engines) for node in plan.nodes] == [0, 4]
 
 
+@pytest.mark.slow
 def test_the_batch_script_is_bash_and_asks_for_what_was_said(tmp_path):
     folder = write(
         "slurm", tmp_path, gpus=8, engines=8, samplers=1, partition="gpu", time="02:00:00",
@@ -62,6 +64,7 @@ def test_the_batch_script_is_bash_and_asks_for_what_was_said(tmp_path):
     assert script.index("module load cuda") < script.index("${PW:?") < script.index("srun")
 
 
+@pytest.mark.slow
 def test_the_manifest_gives_secrets_by_reference_and_the_code_beside_the_recipe(tmp_path):
     (tmp_path / "mine.py").write_text("A = 1\n")
     folder = write(
@@ -89,6 +92,7 @@ def test_the_manifest_gives_secrets_by_reference_and_the_code_beside_the_recipe(
     assert head in container["args"]
 
 
+@pytest.mark.slow
 def test_kubernetes_itself_would_take_it(tmp_path):
     folder = write(
         "kubernetes", tmp_path, gpus=1, engines=1, samplers=1, storage_class="fast"
@@ -97,6 +101,7 @@ def test_kubernetes_itself_would_take_it(tmp_path):
         kubernetes_validate.validate(document, "1.33", strict=True)
 
 
+@pytest.mark.slow
 def test_texts_of_people_arrive_as_they_were_written(tmp_path):
     setup = "echo '\N{ROCKET}' \"a: b\" # c\nsource x"
     folder = write("skypilot", tmp_path, "run.name='true'", setup=setup, infra="{{ no }}").folder
@@ -169,6 +174,7 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path, capsys):
     assert [path.name for path in (tmp_path / "launch").iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.slow
 def test_what_else_lies_in_the_folder_stays(tmp_path):
     folder = write("slurm", tmp_path).folder
     (folder / "17.log").write_text("a job's")
@@ -209,6 +215,7 @@ def test_a_device_without_an_end_is_no_file_of_a_launch(words, capsys):
     assert "give a file" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_places_of_this_machine_go_along_with_containers_or_are_refused(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"query": "2 + 2?", "answer": "4"}\n')
@@ -231,6 +238,7 @@ def test_places_of_this_machine_go_along_with_containers_or_are_refused(tmp_path
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_rows_do_not_replace_the_files_of_the_launch(tmp_path):
     rows = tmp_path / "recipe.yaml"
     rows.write_text('[{"query": "2 + 2?", "answer": "4"}]\n')

@@ -442,6 +442,7 @@ class Duo:
         pass
 
 
+@pytest.mark.slow
 def test_the_doctor_examines_the_main_agent(tmp_path):
     (tmp_path / "tasks.jsonl").write_text('{"query": "1"}\n{"query": "2"}\n')
     config = build_config(

@@ -173,6 +173,7 @@ def test_an_agent_function_and_given_tasks_of_several_rounds(tmp_path, small_con
     assert run.audit().violations == []
 
 
+@pytest.mark.slow
 def test_a_trainer_does_not_wait_for_ever_for_attempts_that_all_fail(
     tmp_path, small_config, quiet_view, monkeypatch
 ):

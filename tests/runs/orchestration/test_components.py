@@ -192,6 +192,7 @@ def test_the_tiny_policy_knows_every_word_of_its_environment(tmp_path):
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_model_that_sees_is_trained_on_as_the_recipe_says(tmp_path):
     """A resumed run loads its checkpoint. No file of it says what is frozen, or that the run shows
     no images."""

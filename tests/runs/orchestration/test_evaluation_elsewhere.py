@@ -34,6 +34,7 @@ def played(engines, is_stopped=lambda: False):
     return RunEvaluation._play(evaluation, 1, full=True, label="")
 
 
+@pytest.mark.slow
 def test_an_engine_that_lost_the_version_has_it_before_the_evaluation_ends(
     engines, tmp_path, monkeypatch
 ):

@@ -142,6 +142,7 @@ def test_attempts_are_counted_once_however_many_came(opened):
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_a_step_that_waits_while_every_task_is_set_aside_ends_the_run(opened):
     """Samplers queue new tasks for those: without this they would do so for ever."""
 

@@ -162,6 +162,7 @@ def test_evaluating_a_run_repeats_its_numbers_and_writes_nothing(run):
     assert snapshot(run.dir) == before
 
 
+@pytest.mark.slow
 def test_a_model_can_be_evaluated_without_a_run(small_config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = evaluate_model(small_config(tmp_path / "none"))
@@ -237,6 +238,7 @@ def test_resuming_nothing_is_refused(tmp_path, small_config, quiet_view):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_recipe_may_only_evaluate(tmp_path, small_config, quiet_view):
     """No steps: before is after, and the model as it is becomes the checkpoint."""
     done = train(
@@ -262,6 +264,7 @@ def agent_config(folder: Path, **sections):
 TASKS = [Task(id=f"t{n}", query="x" * n) for n in range(1, 6)]
 
 
+@pytest.mark.slow
 def test_agents_that_fail_cost_their_attempts_and_never_the_run(tmp_path, quiet_view):
     """One task's agent always breaks, another's asks for more than the context holds, some attempts
     hang."""
@@ -292,6 +295,7 @@ def test_agents_that_fail_cost_their_attempts_and_never_the_run(tmp_path, quiet_
     )
 
 
+@pytest.mark.slow
 def test_an_engine_without_time_ends_the_run_with_what_to_do_about_it(
     tmp_path, quiet_view, monkeypatch
 ):
@@ -324,6 +328,7 @@ def test_an_agent_function_needs_tasks(tmp_path, quiet_view):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_training_works_from_a_notebook(tmp_path, quiet_view):
     """There an event loop runs already."""
 

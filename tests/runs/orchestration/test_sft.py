@@ -156,6 +156,7 @@ TAKES_MILLIONS = 3_000_000
 """Tokens of a model's context."""
 
 
+@pytest.mark.slow
 def test_a_row_is_bounded_where_the_model_takes_millions_of_tokens(tmp_path, quiet_view):
     """Nobody has said how long rows may be: one of two million tokens would be trained for days."""
     rows = [conversation("say it", LONG_ANSWER), conversation("say it", "a")]
@@ -172,6 +173,7 @@ def test_a_row_is_bounded_where_the_model_takes_millions_of_tokens(tmp_path, qui
     assert len(read("data.max_tokens=200000").train) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["chosen", "rejected"])
 def test_an_answer_of_a_pair_is_bounded_alike(tmp_path, key):
     pair = {"prompt": [{"role": "user", "content": "q"}], "chosen": "b", "rejected": "c"}

@@ -85,6 +85,7 @@ def test_a_comparison_that_is_none():
     assert "can't be compared" in words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reward", [0.5, None])
 def test_a_whole_run_puts_it_into_its_summary(tmp_path, quiet_view, reward):
     """Equal rewards; and half of the attempts without any."""

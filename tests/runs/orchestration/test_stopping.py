@@ -29,6 +29,7 @@ def counts(folder: Any) -> dict[str, int]:
     return read_store(folder, read)
 
 
+@pytest.mark.slow
 def test_ctrl_c_within_an_evaluation_stops_within_it(tmp_path, small_config, quiet_view):
     """No attempt of it is finished first, and nothing is logged of it."""
     config = small_config(tmp_path / "run", "cold_start.episodes=8", "evaluation.tasks=50")
@@ -114,6 +115,7 @@ def test_ctrl_c_while_steps_are_done_again_stops_before_the_next_one(
     assert run.checkpoint_path("last").name == "step-000003" and run.audit().violations == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_solver_plays_stops_before_its_next_episode(tmp_path, small_config):
     config = small_config(tmp_path / "run", "cold_start.episodes=160")
     view = Phases(at="demonstrating episode 0/160")

@@ -19,6 +19,7 @@ from agentevo.store import open_store
 TINY = {"environment": {"type": "coins"}, "model": {"name": "tiny"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", [False, True])
 def test_conversations_are_encoded_as_the_trainers(saved, tmp_path):
     config = build_config(TINY)

@@ -345,6 +345,7 @@ def test_it_encrypts_where_other_machines_reach_it(given, encrypts, run):
     assert [answer.ids] == run.expected(0, [SHORT])
 
 
+@pytest.mark.slow
 def test_an_engine_of_another_recipe_is_refused(run):
     config = run.config.model_copy(update={"run": run.config.run.model_copy(update={"seed": 99})})
     with pytest.raises(ConfigError, match=r"run\.seed=5 and not 99"):
@@ -383,6 +384,7 @@ def test_a_name_is_refused_while_its_engine_lives_and_free_once_it_was_killed(
     )
 
 
+@pytest.mark.slow
 def test_an_engine_whose_steps_only_fail_ends_and_says_why(run, monkeypatch):
     """It would answer with errors, at once, and be asked all the more: three in a row, not three at
     all."""
@@ -430,6 +432,7 @@ def test_an_engine_whose_steps_only_fail_ends_and_says_why(run, monkeypatch):
     assert names(run) == []
 
 
+@pytest.mark.slow
 def test_a_follower_that_breaks_ends_the_engine_and_says_why(run, monkeypatch):
     def broken(self):
         raise OSError("the disk is on fire")
@@ -450,6 +453,7 @@ class Watched(TorchEngine):
         return super().verify(weights)
 
 
+@pytest.mark.slow
 def test_refused_weights_are_tried_again_when_they_change_and_told_once(run):
     engine = Watched(copy.deepcopy(run.model))
     asyncio.run(engine.begin(-1))
@@ -488,6 +492,7 @@ def test_refused_weights_are_tried_again_when_they_change_and_told_once(run):
     assert len(notes) == 4 and "latest.json can't be read" in notes[3]
 
 
+@pytest.mark.slow
 def test_refused_weights_are_tried_again_after_a_while_though_they_look_the_same(run, monkeypatch):
     """What failed may have been the reading: a disk or a network with a bad moment."""
     engine = TorchEngine(copy.deepcopy(run.model))
@@ -511,6 +516,7 @@ def test_refused_weights_are_tried_again_after_a_while_though_they_look_the_same
     assert engine.version == 0
 
 
+@pytest.mark.slow
 def test_weights_that_can_not_be_swapped_in_yet_are_tried_again(run):
     engine = TorchEngine(copy.deepcopy(run.model), config=EngineSection(kv_cache_gb=0.1))
     run.write(1)

@@ -62,6 +62,7 @@ def test_a_usual_client_gets_answers_of_the_checkpoint(trained):
     assert (wrong, posted, names) == (401, 404, ["run"])
 
 
+@pytest.mark.slow
 def test_beyond_this_machine_it_encrypts_with_a_certificate_that_usual_clients_can_trust(trained):
     pytest.importorskip("cryptography")
 

@@ -66,6 +66,7 @@ def test_a_group_of_sessions_is_what_a_trainer_finds(gateways):
     assert task.metadata == {"size": 4}
 
 
+@pytest.mark.slow
 def test_a_session_without_a_group_is_kept_and_never_trained_on(gateways):
     async def work():
         async with gateways(["left"]) as gateway:
@@ -85,6 +86,7 @@ def test_a_session_without_a_group_is_kept_and_never_trained_on(gateways):
     assert (counts["trajectories/eval/ready"], counts["trajectories/train/ready"]) == (1, 0)
 
 
+@pytest.mark.slow
 def test_a_session_that_nobody_ends_expires_and_fails(gateways):
     async def work():
         async with gateways(["left"], "agent.timeout_s=0.3") as gateway:
@@ -106,6 +108,7 @@ def test_a_session_that_nobody_ends_expires_and_fails(gateways):
     assert (used, state["state"]) == (401, "failed")
 
 
+@pytest.mark.slow
 def test_what_an_agent_says_of_its_failure_and_what_an_engine_fails_is_no_reward(gateways):
     async def work():
         async with gateways(["left", EngineUnavailableError("gone")]) as gateway:
@@ -157,6 +160,7 @@ def test_keys_open_what_is_theirs_alone(gateways):
     assert stats["sessions/open"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
@@ -183,6 +187,7 @@ def test_what_can_t_be_opened_is_a_400_that_says_so(gateways, body, problem):
     assert counts["tasks/completed"] == 0
 
 
+@pytest.mark.slow
 def test_an_unknown_route_of_sessions_is_answered_in_the_form_of_the_others(gateways):
     async def work():
         async with gateways([]) as gateway:
@@ -193,6 +198,7 @@ def test_an_unknown_route_of_sessions_is_answered_in_the_form_of_the_others(gate
     assert {answer.json()["error"]["type"] for answer in answers} == {"invalid_request_error"}
 
 
+@pytest.mark.slow
 def test_a_group_is_refused_where_nobody_would_train_on_it(gateways):
     async def work():
         async with gateways([], "rollout.policy=wait") as gateway:
@@ -203,6 +209,7 @@ def test_a_group_is_refused_where_nobody_would_train_on_it(gateways):
     assert "rollout.policy=mask" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_what_is_open_when_it_stops_is_written_as_cancelled(gateways):
     async def work():
         async with gateways(["left", "right"]) as gateway:
@@ -302,6 +309,7 @@ def test_a_task_whose_gateway_was_killed_is_handed_out_again(gateways, tmp_path)
     assert run_coroutine(again()) == "completed"
 
 
+@pytest.mark.slow
 def test_after_the_last_step_no_task_is_left_to_begin(gateways):
     """The group that is under way is still filled."""
     tasks = [Task(id=f"t{n}", query=f"{n} ?") for n in range(4)]
@@ -327,6 +335,7 @@ def test_after_the_last_step_no_task_is_left_to_begin(gateways):
     assert "last step" in over[0].json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_run_without_tasks_of_its_own_has_none_to_hand_out(gateways):
     async def work():
         async with gateways([]) as gateway:
@@ -362,6 +371,7 @@ def test_a_group_s_name_serves_once_whatever_the_weights_and_the_task(gateways):
     assert ready == ["maze/g1@4"]
 
 
+@pytest.mark.slow
 def test_a_task_that_can_t_be_judged_or_is_another_by_its_id_opens_nothing(gateways):
     async def work():
         async with gateways([]) as gateway:
@@ -436,6 +446,7 @@ def test_a_wrong_reward_is_refused_when_it_is_posted(gateways):
     assert len(state["posted"]) == 1 and (ended["state"], ended["reward"]) == ("completed", 0.0)
 
 
+@pytest.mark.slow
 def test_a_turn_s_reward_is_of_the_turn_that_its_client_received(gateways):
     """The first answer is lost: the client counts from the second."""
 

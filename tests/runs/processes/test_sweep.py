@@ -155,6 +155,7 @@ def test_what_can_not_be_is_refused_and_nothing_changes(whole, overrides, resume
     assert snapshot(folder) == before
 
 
+@pytest.mark.slow
 def test_folders_that_are_no_sweep_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="there is no sweep to resume"):
         run_sweep(sweep_in(tmp_path / "s"), resume=True, view=quiet()[0])

@@ -132,6 +132,7 @@ def test_loss_and_gradients_of_the_whole_objective(
         assert total == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
 def test_branches_at_any_depth(name, random_model, samples_of, slow_loss, gradient):
     """Random tries over two letters share and branch everywhere; a window of 24 tokens is passed by

@@ -70,6 +70,7 @@ def test_effective_sample_sizes_by_age(importance, micro_batch_tokens, random_mo
     assert len({round(value, 3) for value in expected.values()}) > 1, "else ages could be mixed up"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "decoupled"])
 def test_later_optimizer_steps_do_not_blur_them(name, random_model):
     """The policy moves by itself between a step's optimizer steps; only the first one knows how

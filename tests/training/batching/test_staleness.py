@@ -292,6 +292,7 @@ def test_the_gradient_is_that_of_the_remaining_tokens(
         assert float((gradient(trainer.model) - expected).norm() / expected.norm()) < 1e-4
 
 
+@pytest.mark.slow
 def test_other_tokens_of_old_versions_could_be_anything(random_model, gradient):
     """Log-probs of tokens that are too old have no influence; those of one that is not do."""
     found = []

@@ -113,6 +113,7 @@ def test_sinks_are_those_of_the_plan_for_cpus(window):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_pass_through_the_log_sum_exp_to_the_sinks(monkeypatch):
     """FlexAttention has no backward pass on a CPU. Here a dense attention stands in for it, which
     gives the same outputs."""
@@ -151,6 +152,7 @@ def test_a_shared_prompt_leaves_out_the_other_members_blocks():
     assert every.sum() == some.sum() - len(some), "only the diagonal needs the mask"
 
 
+@pytest.mark.slow
 def test_a_mask_for_128k_nodes_takes_no_memory_for_all_pairs():
     tree = build_tree([list(range(131072))])
     mask = FlexTree(tree, CPU).block_mask(None)
@@ -179,6 +181,7 @@ def test_short_texts_and_those_that_share_take_flex_attention(monkeypatch):
         assert FlexTree(build_tree(sequences), CPU).texts == []
 
 
+@pytest.mark.slow
 def test_narrow_heads_are_padded():
     tree = build_tree(GROUP)
     generator = torch.Generator().manual_seed(0)

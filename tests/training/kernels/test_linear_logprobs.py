@@ -91,6 +91,7 @@ def assert_same(ours, theirs, tolerance):
         torch.testing.assert_close(our, their, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), derandomize=True)
 @given(
     shape=st.tuples(st.integers(0, 13), st.integers(1, 90), st.integers(0, 30)),
@@ -169,6 +170,7 @@ def test_cells_of_the_real_size(num_rows, monkeypatch):
     assert_same(problem.solved(linear_logprobs), problem.solved(dense), 2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_gradients_are_finite_differences(softcap):
     problem = Problem(5, 7, 30, 9, width=3, dtype=torch.float64, with_bias=True)

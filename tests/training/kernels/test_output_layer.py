@@ -321,6 +321,7 @@ def test_a_model_is_asked_once(name, random_model, batch, monkeypatch):
     assert len(asked) == 2, "a copy may have other settings"
 
 
+@pytest.mark.slow
 def test_a_model_is_asked_again_when_its_settings_have_changed(random_model, batch):
     model = copy.deepcopy(random_model("gemma2").model)
     for change in (

@@ -63,6 +63,7 @@ def random_heads(tree, dim=8, dtype=torch.float32):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [5, *soak(128, 1)])
 @pytest.mark.parametrize(
     ("window", "softcap"),
@@ -100,6 +101,7 @@ def test_each_node_sees_what_its_sequence_sees(monkeypatch, window, softcap, blo
     any_tree()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [5, *soak(128)])
 @pytest.mark.parametrize("window", [4, *soak(None, Chunk(9))])
 def test_a_sink_is_a_key_without_a_value(monkeypatch, window, block):

@@ -77,6 +77,7 @@ def test_a_value_is_read_from_the_state_before_the_token(name, trunk, random_mod
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trunk", ["own", "shared"])
 def test_an_update_of_the_critic_leaves_the_policy_alone_and_nears_the_returns(
     trunk, random_model, batch
@@ -94,6 +95,7 @@ def test_an_update_of_the_critic_leaves_the_policy_alone_and_nears_the_returns(
     assert all(torch.equal(old, new) for old, new in zip(before, policy.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_a_shared_trunk_gets_both_gradients(random_model, batch, gradient, slow_loss):
     one = copy.deepcopy(random_model("llama"))
     section = CriticSection(trunk="shared", coef=0.7, clip=0.2)
@@ -209,6 +211,7 @@ def test_pretraining_teaches_the_critic_alone_and_from_plain_returns(trunk, rand
         assert metrics["critic/vf_loss"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trunk", ["own", "shared"])
 def test_a_trainer_with_a_critic_goes_on_bit_for_bit(trunk, random_model, tmp_path):
     policy = copy.deepcopy(random_model("llama").model)

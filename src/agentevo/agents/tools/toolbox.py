@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from msgspec import structs
+
 from agentevo.agents.tools.sources import make_toolsets
 from agentevo.agents.tools.state_checks import STATE_CHECKS, StateCheck, state_checks, state_reached
 from agentevo.agents.tools.tool import (
@@ -206,6 +208,29 @@ class _OfferedToolset:
         included = self.section.include or ("*",)
         return _matches(spec, included) and not _matches(spec, self.section.exclude)
 
+    def narrow(self, spec: ToolSpec) -> ToolSpec:
+        """The tool with the keywords of `narrow` in its schema. Raises ConfigError for a parameter
+        that it does not have."""
+        keywords_by_parameter = {
+            parameter: keywords
+            for name, parameters in self.section.narrow.items()
+            if name in spec.names
+            for parameter, keywords in parameters.items()
+        }
+        if not keywords_by_parameter:
+            return spec
+
+        properties = dict(spec.parameters.get("properties", {}))
+        for parameter, keywords in keywords_by_parameter.items():
+            if parameter not in properties:
+                raise ConfigError(
+                    f"agent.tools: narrow: no parameter of {spec.name} is called {parameter!r}: "
+                    f"{_existing(parameter, list(properties))}"
+                )
+            properties[parameter] = {**properties[parameter], **keywords}
+
+        return structs.replace(spec, parameters={**spec.parameters, "properties": properties})
+
 
 @dataclass(frozen=True)
 class _AttemptTool:
@@ -239,10 +264,10 @@ class AttemptTools:
         self._cache = cache
         self._show = show
         self._checks = checks
-        _check_included(sessions)
+        _check_names(sessions)
         self._tools = _name_tools(
             [
-                _AttemptTool(offer, session, spec)
+                _AttemptTool(offer, session, offer.narrow(spec))
                 for offer, session in sessions
                 for spec in session.specs
                 if offer.has(spec)
@@ -449,8 +474,9 @@ class _NoAnswerError(Exception):
     """A call did not return within its time limit."""
 
 
-def _check_included(sessions: Sequence[tuple[_OfferedToolset, ToolSession]]) -> None:
-    """Raises ConfigError for a name or pattern of `include` that matches no tool."""
+def _check_names(sessions: Sequence[tuple[_OfferedToolset, ToolSession]]) -> None:
+    """Raises ConfigError for a name or pattern of `include`, or a name of `narrow`, that matches no
+    tool."""
     for section in {id(offer.section): offer.section for offer, _ in sessions}.values():
         specs = [
             spec
@@ -458,15 +484,24 @@ def _check_included(sessions: Sequence[tuple[_OfferedToolset, ToolSession]]) -> 
             if offer.section is section
             for spec in session.specs
         ]
-        names = [spec.name for spec in specs]
         for pattern in section.include:
             if not any(_matches(spec, [pattern]) for spec in specs):
-                guess = nearest(pattern, names)
-                hint = f"did you mean {guess}? " if guess else ""
-                raise ConfigError(
-                    f"agent.tools: include: no tool is called {pattern!r}: {hint}"
-                    f"there are {', '.join(names) or 'none'}"
-                )
+                raise _no_such_tool("include", pattern, specs)
+
+        for name in section.narrow:
+            if not any(name in spec.names for spec in specs):
+                raise _no_such_tool("narrow", name, specs)
+
+
+def _no_such_tool(key: str, name: str, specs: Sequence[ToolSpec]) -> ConfigError:
+    existing = _existing(name, [spec.name for spec in specs])
+    return ConfigError(f"agent.tools: {key}: no tool is called {name!r}: {existing}")
+
+
+def _existing(name: str, names: list[str]) -> str:
+    guess = nearest(name, names)
+    hint = f"did you mean {guess}? " if guess else ""
+    return f"{hint}there are {', '.join(names) or 'none'}"
 
 
 def _arguments(call: ToolCall) -> dict[str, Any]:

@@ -252,8 +252,17 @@ def _one_call(
 ) -> str:
     schema = function.get("parameters") if by_schema else None
     name = json.dumps(str(function["name"]), ensure_ascii=False)
-    arguments = _json(schema if isinstance(schema, Mapping) and schema else ANY_OBJECT)
+    arguments = _json(_close(schema) if isinstance(schema, Mapping) and schema else ANY_OBJECT)
     return f"{name} {_text(notation.before_arguments, chat)} {arguments}"
+
+
+def _close(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema without parameters that it does not name, unless it says that there may be some:
+    most tools leave `additionalProperties` out, and mean false."""
+    is_open = "additionalProperties" in schema or "patternProperties" in schema
+    if is_open or "properties" not in schema or {"$ref", "allOf", "anyOf", "oneOf"} & set(schema):
+        return schema
+    return {**schema, "additionalProperties": False}
 
 
 def _thought(chat: ChatFormat, opening: str, rules: list[str]) -> str:
