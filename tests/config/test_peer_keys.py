@@ -78,7 +78,7 @@ def test_a_key_of_another_system_is_answered_with_ours(override, hint):
         ("dataset=x", "tasks.train, data.train here: tasks to be rewarded for, or conversations"),
         ("exp_name=x", "TRL's exp_name is run.name here"),
         ("local_batch_size=4", "theirs counts completions of one process, ours tasks of all"),
-        ("ref_adapter_name=x", "algorithm.reference=base here: the policy without its adapter"),
+        ("ref_adapter_name=x", "algorithm.reference here: base is the policy without its adapter"),
         ("model.beta=0.04", "TRL's beta is algorithm.kl_coef here"),
         ("rollout.beta=0.1", "DPO's beta is algorithm.beta"),
         ("beta=0.04", "algorithm.kl_coef here: in GRPO and RLOO; DPO's beta is algorithm.beta"),
