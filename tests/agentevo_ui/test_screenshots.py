@@ -106,5 +106,6 @@ def test_every_picture_that_the_docs_show_is_one_of_these() -> None:
     assert readme == {"dashboard-step"}
     assert shown == {f"dashboard-{name}" for name in ("run", "step", "attempt", "tokens")}
 
-    for name in shown:
+    for name in (*shown, "drawn-steps"):
         assert (DOCS / "images" / f"{name}.png").stat().st_size < MOST_BYTES
+    assert "images/drawn-steps.png" in (DOCS / "environments.md").read_text("utf-8")

@@ -322,6 +322,36 @@ def test_the_conversation_that_the_policy_sees(play, chat):
     )
 
 
+@pytest.mark.parametrize("memory", ["episode", "turn"])
+def test_the_policy_reads_its_reward_where_the_recipe_says_so(memory, play, chat):
+    section = EnvironmentAgentSection(format="plain", memory=memory, show_reward=True)
+    _, policy = play(section, ["Jump", "Left", "Right", "Right", "Right"], seed=1)
+    prompts = [chat.tokenizer.decode(turn.prompt_ids) for turn in policy.turns]
+    assert "Reward" not in prompts[0]
+    assert [prompt.rpartition("Reward: ")[2].partition("<|end|>")[0] for prompt in prompts[1:]] == [
+        "-0.1\nat 1",
+        "-0.25\nat 0",
+        "-0.25\nat 1",
+        "-0.25\nat 2",
+    ]
+    assert all(prompt.count("Reward") == 1 for prompt in prompts[1:])
+
+
+@pytest.mark.parametrize("memory", ["episode", "turn"])
+def test_a_demonstration_shows_the_rewards_that_the_policy_would_read(memory, play, chat):
+    section = EnvironmentAgentSection(format="plain", memory=memory, show_reward=True)
+    environment = Corridor(CorridorConfig())
+    shown = demonstrate(environment, 0, section, 0.0).conversations
+    _, policy = play(section, ["Right"] * 3, seed=0)
+    last = policy.turns[-1]
+    assert (
+        chat.tokenizer.decode(policy.conversation.prompt_ids(last.index))
+        == "".join(f"<|{message.role}|>{message.content}<|end|>" for message in shown[-1][:-1])
+        + "<|assistant|>"
+    )
+    assert shown[-1][-2].content.endswith("Reward: -0.25\nat 2")
+
+
 def test_an_agent_without_memory_sees_the_rules_and_the_newest_observation_each_turn(play, chat):
     outcome, policy = play(FORGETFUL, [GOOD, "no", GOOD], seed=1)
     told = "Walk Right to the end.\nAnswer with your action like this: <answer>...</answer>\nat "

@@ -129,6 +129,17 @@ def test_a_turn_without_memory_has_the_newest_image_alone():
     assert shown[3] == "Watch.\na text"
 
 
+def test_the_reward_stands_before_the_images_of_an_observation():
+    section = EnvironmentAgentSection(format="plain", max_turns=6, show_reward=True)
+    _, policy = play(Film(FRAMES), ["go"] * 4, section)
+    *_, third = policy.images.files
+    asked = [message.content for message in policy.asked[-1] if message.role == "user"]
+    assert asked[2:] == [
+        (TextPart("Reward: 1\nand "), ImagePart(third)),
+        "Reward: 1\na text",
+    ]
+
+
 def test_the_last_images_of_the_history_are_kept():
     section = EnvironmentAgentSection(format="plain", max_turns=6, history={"last_images": 1})
     _, policy = play(Film(FRAMES), ["go"] * 4, section)

@@ -243,7 +243,7 @@ def test_show_prints_the_chosen_trajectory(agentevo, run_dir, words, shown):
 
 def test_show_writes_the_files_of_a_trajectory(agentevo, run_dir):
     code, out, _ = agentevo("trajectories", "show", str(run_dir), "t4", "--files", "new/t4")
-    assert code == 0 and "out/a.txt, 1 bytes" in out and "1 files written to new/t4" in out
+    assert code == 0 and "out/a.txt, 1 bytes" in out and "1 file written to new/t4" in out
     assert Path("new/t4/out/a.txt").read_bytes() == b"1"
     code, _, err = agentevo("trajectories", "show", str(run_dir), "t4", "--files", "new/t4")
     assert (code, "new/t4: is there already" in err) == (2, True)

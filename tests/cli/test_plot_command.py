@@ -66,7 +66,7 @@ def test_seeds_are_one_line_with_a_band_and_settings_are_lines(agentevo, drawn):
     run("a2", {1: 0.5, 2: 1.0, 3: 1.0}, seed=2)
     run("b", {1: 0.25}, seed=1, lr=1e-4)
     told = agentevo("report", "a1", "a2", "b", "a1", "--plot", "runs.png")
-    assert told == (0, "3 runs, 2 lines, 2 metrics: runs.png\n", "")
+    assert told == (0, "runs: 3, lines: 2, metrics: 2; runs.png\n", "")
     titles = [chart.title for chart in drawn]
     assert titles == ["Held-out success, greedy: coins", "Success in training"]
 

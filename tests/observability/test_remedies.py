@@ -113,6 +113,9 @@ def test_a_step_with_fewer_groups_than_asked_is_said():
         in TaskSource(config, tasks).shortfall()
     )
 
+    alone = TaskSource(config, tasks[:2]).shortfall()
+    assert "there is 1 task to train on, so each step has 1 group:" in alone
+
     assert (
         TaskSource(config_of(10), tasks).shortfall() == TaskSource(config, None).shortfall() == ""
     )

@@ -127,6 +127,16 @@ def test_a_kl_in_the_reward_is_paid_token_by_token(estimate, random_model):
     assert made.metrics["actor/kl_coef"] == 0.3
     assert "actor/kl_loss" not in trainer.step(made.samples)
 
+    earned = [trajectory.reward for trajectory in attempts()]
+    net = (sum(earned) - 0.3 * sum(distances)) / len(earned)
+    assert made.metrics["critic/rewards/mean"] == pytest.approx(net, rel=1e-4)
+
+    in_loss = Trainer(one.model, STILL, section.model_copy(update={"kl_in": "loss"}))
+    in_loss.begin()
+    measured = in_loss.prepare(attempts()).metrics
+    assert measured["critic/rewards/mean"] == pytest.approx(net, rel=1e-4)
+    assert "actor/reward_kl" not in measured
+
 
 def test_what_was_read_is_trained_at_the_trainers_own_log_probs(random_model):
     """The ratio of a token that nobody drew is 1 before the update, as that of all others."""

@@ -131,6 +131,17 @@ def next_messages(
     return [*messages, reply, Message("user", observation)]
 
 
+def with_reward(content: Content, reward: float, section: EnvironmentAgentSection) -> Content:
+    """The observation after a turn, with `show_reward` after a line with the turn's reward."""
+    if not section.show_reward:
+        return content
+
+    line = f"Reward: {reward + 0.0:g}"  # + 0.0: -0 is shown as 0
+    if isinstance(content, str):
+        return f"{line}\n{content}" if content else line
+    return content_of([f"{line}\n", *content])
+
+
 @dataclass
 class _Episode:
     turn_rewards: dict[int, float] = field(default_factory=dict)
@@ -206,6 +217,7 @@ class EnvironmentAgent:
                     break
 
                 content = await self._content(thread, policy, episode.observation, "step")
+                content = with_reward(content, episode.turn_rewards[reply.turn], section)
                 messages = next_messages(messages, reply.message, environment, content, section)
             else:
                 episode.truncated = True
@@ -343,14 +355,20 @@ def demonstrate(
     success = over = False
     for _ in range(section.max_turns):
         actions: list[str] = []
+        reward = 0.0
+        is_valid = True
         while len(actions) < section.actions_per_turn and not over:
             best = environment.optimal_action()
             if best is None:
                 break
 
             action = environment.random_action(rng) if rng.random() < random_rate else best
-            observation, _, terminated, truncated, info = read_step(environment.step(action))
+            observation, step_reward, terminated, truncated, info = read_step(
+                environment.step(action)
+            )
             actions.append(action)
+            reward += plain_number(step_reward, "the reward of the environment's step()")
+            is_valid &= bool(info["valid"])
             success |= bool(info["success"])
             seen = read_observation(observation, "step")
             over = terminated or truncated
@@ -363,7 +381,8 @@ def demonstrate(
         if over:
             break
 
-        content = read_pictures(seen, images.read, "step")
+        reward -= 0.0 if is_valid else section.format_penalty
+        content = with_reward(read_pictures(seen, images.read, "step"), reward, section)
         messages = next_messages(messages, reply, environment, content, section)
 
     if not conversations:

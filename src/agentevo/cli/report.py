@@ -119,7 +119,7 @@ def _plot(folders: Sequence[Path], out: Path, metrics: Sequence[str], x: str, ea
         charts.append(chart)
 
     write_comparison(charts, out)
-    print(f"{len(runs)} runs, {len(settings)} lines, {len(charts)} metrics: {out}")
+    print(f"runs: {len(runs)}, lines: {len(settings)}, metrics: {len(charts)}; {out}")
 
 
 def _write_report(run_dir: Path) -> None:

@@ -169,7 +169,7 @@ def _write_pages(
             )
 
     count = read_store(run_dir, work, wait_s=wait)
-    print(f"{count} pages written: {folder / INDEX}")
+    print(f"{count} page{'s' * (count != 1)} written: {folder / INDEX}")
 
 
 def _write_files(trajectory: Trajectory, folder: Path) -> None:
@@ -179,7 +179,8 @@ def _write_files(trajectory: Trajectory, folder: Path) -> None:
         write_files(trajectory.files, folder)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--files {folder}: can't be written: {error}") from error
-    print(f"{len(trajectory.files)} files written to {folder}")
+    count = len(trajectory.files)
+    print(f"{count} file{'s' * (count != 1)} written to {folder}")
 
 
 async def _credit_of(store: Store, step: int | None) -> str:

@@ -189,6 +189,9 @@ class EnvironmentAgentSection(AgentSection):
     """What the policy sees: the whole `episode` so far, or in each `turn` only the rules and the
     newest observation. `turn` is for environments that show their whole state: contexts are
     shorter, and the policy learns much faster."""
+    show_reward: bool = False
+    """Whether the policy reads the reward of its last turn, as the line `Reward: 0.5` before the
+    next observation. The reward is what the turn earned, penalties included."""
     history: HistorySection = HistorySection()
     """Which images of the observations so far the policy sees. Demonstrations show all."""
     actions_per_turn: int = Field(default=1, ge=1)

@@ -145,15 +145,17 @@ class ConfigKeys:
         )
 
     def suggestion(self, key: str, *, chosen: Mapping[str, str] | None = None) -> str:
-        """`; did you mean trainer.group_size?`, or our key for a key of another system, or empty.
+        """`; did you mean trainer.group_size?`, or our key for a key of another system, or empty. A
+        key of theirs without sections, such as TRL's beta, may stand in any section of ours.
         `chosen`: the type of each polymorphic section."""
         best = self._nearest(key, chosen or {})
         peers = translations(key)
+        their_key = _leaf(key) if _parent(key) in self._explanations else key
         is_our_name = best is not None and (
             _leaf(best) == normal_key(_leaf(key)) or best == f"{key}s"
         )
         leads_there = any(best in peer.our_keys for peer in peers)
-        if peers and not (is_our_name and (leads_there or not is_whole_key(key, peers))):
+        if peers and not (is_our_name and (leads_there or not is_whole_key(their_key, peers))):
             return f"; {'; '.join(peer.sentence for peer in peers)}"
         return f"; did you mean {best}?" if best else ""
 

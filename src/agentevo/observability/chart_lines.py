@@ -24,6 +24,7 @@ TOKENS = ("trainer/trained_tokens", "sft/tokens", "engine/generated_tokens")
 """Tokens of a step; the first that was logged is counted."""
 COMPARED = (
     "critic/score/mean",
+    "critic/rewards/mean",
     "train/success",
     "sft/loss",
     "actor/entropy",
@@ -38,6 +39,7 @@ MAIN = (*COMPARED, "actor/ppo_kl", "distillation/reverse_kl", "staleness/mean")
 TITLES = {
     "train/success": "Success in training",
     "critic/score/mean": "Reward in training",
+    "critic/rewards/mean": "Reward in training less the KL penalty",
     "sft/loss": "Loss of the batches, nats a token",
     "sft/eval/loss": "Loss of held-out conversations, nats a token",
     "sft/eval/token_accuracy": "Held-out tokens ranked first",

@@ -19,7 +19,7 @@ from agentevo.observability.metrics_table import Measured, MetricsTable
 from agentevo.observability.pages.charts import Chart, ChartLine
 from agentevo.observability.run_now import PHASES
 
-LEARNING = ("train/success", "critic/score/mean")
+LEARNING = ("train/success", "critic/score/mean", "critic/rewards/mean")
 SUPERVISED = ("sft/loss", "sft/eval/loss", "sft/eval/token_accuracy")
 OPTIMISATION = (
     "actor/grad_norm",

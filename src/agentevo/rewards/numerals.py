@@ -1,9 +1,11 @@
 r"""Numbers as people and TeX write them: `1,234.5`, `1.234,5`, `1 000 000`, `9{,}500`, `1'234`,
-`$3`, `-2e3`, `5 \times 10^3`, `2^{10}`, `3/4`, `\frac{3}{4}`, `1 1/2`, `50%`.
+`$3`, `-2e3`, `5 \times 10^3`, `2^{10}`, `3/4`, `\frac{3}{4}`, `1 1/2`, `50%`, `0x1F`,
+`1.5 million`, `150万`.
 
 `write_plainly` first rewrites a text with keyboard signs and joined groups of digits. A number that
-is part of an expression (`2\sqrt{3}`, `\frac{x}{2}`, `3\pi`) does not count, and no earlier number
-counts in its place. An exponent or index does not count either (`12 m^2` is 12).
+is part of an expression (`2\sqrt{3}`, `\frac{x}{2}`, `3\pi`, `2x3`), of a time or ratio (`1:30`),
+of several words (`2 million 500`) or of an abbreviation (`5k`, `$2M`) does not count, and no
+earlier number counts in its place. An exponent or index does not count either (`12 m^2` is 12).
 
 In a text of several lines, a dash and a blank at the beginning of a line mark a list item. So `- 5`
 is 5 there, and -5 if it is the whole text. A comma before three digits groups them. Any other comma
@@ -53,6 +55,24 @@ _TEX_POINT = re.compile(r"(?<=\d)\{[,.]\}(?=\d)")
 _DECIMAL_COMMA = re.compile(
     r"(?<![\w.,(\[{])(?<!,[ \t])(\d{1,400}),(\d\d?|\d{4,400})(?![\w,]|\.\d|[ \t]{0,3}[)\]}\\])"
 )
+_GAP = r"(?:[ \t~$*-]|\\[ ,;:!)]){0,4}"
+_TENS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_CHINESE_TENS = {"\u767e": 2, "\u5343": 3, "\u4e07": 4, "\u842c": 4, "\u4ebf": 8, "\u5104": 8}
+_UNITS = "\u5206\u514b\u7c73\u74e6\u5361\u5e15\u4f0f\u8d6b\u5b57\u5347\u5428"
+_SCALE_WORD = (
+    rf"(?:(?:\\text\{{[ ]{{0,3}})?(?i:{'|'.join(_TENS)})(?i:s?)(?!-?[A-Za-z])\}}?"
+    rf"|[\u767e\u5343](?![{_UNITS}])|[\u4e07\u842c\u4ebf\u5104])"
+)
+SCALE = rf"(?:{_GAP}{_SCALE_WORD}){{1,3}}"
+"""A regular expression for the words after a number that multiply it: ` million`, `\u4e07`."""
+EUROPEAN_MILLIONS = r"[1-9]\d{0,2}(?:\.\d{3}){2,}(?:,\d{1,400})?"
+"""A regular expression for `1.000.000` and `1.234.567,8`."""
+CODE = (
+    r"0(?:[xX][0-9A-Fa-f]{1,300}|[oO][0-7]{1,400}|[bB][01]{1,400})"
+    r"(?!\w|\.\w|[ ]?(?:\^|\*\*\w))"
+)
+"""A regular expression for integers as programs write them: `0x1F`, `0o17`, `0b101`."""
+_ONE_SCALE = re.compile(rf"(?i:{'|'.join(_TENS)})|[{''.join(_CHINESE_TENS)}]")
 _ESCAPED = re.compile(r"\\(?=[$%])")
 
 _PLAIN = r"[ \t]{0,3}([-+]?\d[\d.,]{0,400})[ \t]{0,3}"
@@ -70,12 +90,14 @@ _NUMBER = re.compile(
     rf"""
     (?<![A-Za-z_.\d^])(?<![\^_]\{{)(?<!\^[-+])(?<!\^\{{[-+]) # not in a word, a number, an exponent
     (?: (?P<whole>\d{{1,9}}(?:,\d{{3}}){{0,9}})[ \t]{{1,3}}(?=\d{{1,9}}/\d) )?
-    (?: (?P<european>[1-9]\d{{0,2}}(?:(?:\.\d{{3}})+,\d+|(?:\.\d{{3}}){{2,}}))(?![.,]?\d)
+    (?: (?P<code>{CODE})
+      | (?P<european>{EUROPEAN_MILLIONS}|[1-9]\d{{0,2}}\.\d{{3}},\d+)(?![.,]?\d)
       | (?P<digits>\d{{1,3}}(?:,\d{{3}})+(?:\.\d+)?|\d+\.?\d*|\.\d+) )
     (?:[eE](?P<exponent>[-+]?\d{{1,3}})
       |[ \t]{{0,3}}(?:{_TIMES}|[xX])[ \t]{{0,3}}10{_RAISED_TO.format("ten")}
       |{_RAISED_TO.format("power")})?
     (?:[ \t]{{0,3}}/[ \t]{{0,3}}(?P<below>\d+(?:\.\d+)?))?
+    (?P<scale>{SCALE})?
     (?P<percent>[ \t]{{0,3}}(?:%|per[ ]?cent\b))?
     """,
     re.VERBOSE,
@@ -84,17 +106,24 @@ _MINUS = re.compile(r"-[ \t]{0,3}[$\u20ac\u00a3\u00a5]?[ \t]{0,3}[({]?\Z")
 _BULLET = re.compile(r"(?:\A|\n)[ \t]*-[ \t]+\Z")
 _INSIDE = re.compile(r"[A-Za-z_.\d]")
 _OF_AN_EXPONENT = re.compile(r"[\^_]\{[^{}]*\Z")
+_COLON = "[:\uff1a\u2236]"
 _IN_AN_EXPRESSION = re.compile(
     r"(?: (?:\\sqrt|\\[dt]?binom|\u221a|\bsqrt\()[^A-Za-z=\n]*"
     r"  | \\[dtc]?frac[ ]{0,3}(?:\{[^{}=]*\}[ ]{0,3})?\{?[^{}=]*"
-    rf"  | (?:\\pi|\u03c0)[ ]{{0,3}}(?:{_TIMES}|/)?[ ]{{0,3}} )\Z",
+    rf"  | (?:\\pi|\u03c0)[ ]{{0,3}}(?:{_TIMES}|/)?[ ]{{0,3}}"
+    rf"  | (?<![A-Za-z_.,\d])[\d.,]{{1,80}}(?:{_COLON}|[ \t]{{1,3}}{_COLON}[ \t]{{0,3}})"
+    rf"  | \d{SCALE}[ \t]{{0,3}}(?:and[ \t]{{1,3}})?)\Z",
     re.VERBOSE,
 )
 _CONTINUES = re.compile(
-    r"[ \t]{0,3}(?:\^(?!\{?\\(?:circ|text\{(?:st|nd|rd|th)\}))"
+    rf"[xX]\w|(?<![\d.]0)(?<=0)[oObB]\d|k(?!\w)|{_COLON}\d|[ \t]{{1,3}}{_COLON}[ \t]{{0,3}}\d"
+    rf"|{_GAP}(?i:{'|'.join(_TENS)})(?:(?i:ths?)(?![A-Za-z])|-[A-Za-z])"
+    r"|[ \t]{0,3}(?:\^(?!\{?\\(?:circ|text\{(?:st|nd|rd|th)\}))"
     rf"|\*\*(?=[\w({{])|_(?=[\d{{])|(?:{_TIMES})?[ \t]{{0,3}}"
     r"(?:\\pi(?![a-z])|\u03c0|\\sqrt|\u221a|sqrt\(|\\[dtc]?frac|\\log|\\ln))"
 )
+_PRICE = re.compile(r"[$\u20ac\u00a3\u00a5][ \t]{0,3}\Z")
+_SHORT_SCALE = re.compile(r"[ ]?(?:[kKmMbB]|bn|mn|tn)(?!\w)")
 LOOKBACK_CHARS = 80
 """The number of characters before a number in which an expression is searched that contains the
 number."""
@@ -164,7 +193,8 @@ def numerals_from_the_end(text: str) -> Iterator[Numeral | None]:
         if _OF_AN_EXPONENT.search(near):
             continue
 
-        if _IN_AN_EXPRESSION.search(near) or _CONTINUES.match(text, match.end()):
+        is_cut_price = _PRICE.search(near) and _SHORT_SCALE.match(text, match.end())
+        if is_cut_price or _IN_AN_EXPRESSION.search(near) or _CONTINUES.match(text, match.end()):
             yield None
             continue
 
@@ -178,6 +208,17 @@ def numerals_from_the_end(text: str) -> Iterator[Numeral | None]:
             value = -value
 
         yield Numeral(written, value, match["percent"] is not None, match.start(), match.end())
+
+
+def power_of_ten(scale: str) -> int:
+    """The exponent of the power of ten that the words of a scale mean: 6 for ` million`."""
+    words = _ONE_SCALE.findall(scale)
+    return sum(_CHINESE_TENS.get(word) or _TENS[word.lower()] for word in words)
+
+
+def write_european(digits: str) -> str:
+    """A number such as `1.234.567,8` with a decimal point: `1234567.8`."""
+    return digits.replace(".", "").replace(",", ".")
 
 
 def _spell_fraction(fraction: re.Match[str]) -> str:
@@ -203,8 +244,10 @@ def _has_minus(near: str, has_lines: bool) -> bool:
 def _value(match: re.Match[str]) -> float | None:
     digits = match["digits"]
     below = match["below"] or "1"
-    if digits is None:
-        digits = match["european"].replace(".", "").replace(",", ".")
+    if match["code"]:
+        digits = str(int(match["code"], 0))
+    elif digits is None:
+        digits = write_european(match["european"])
     if max(len(digits), len(below)) > MAX_DIGITS:
         return None
 
@@ -220,6 +263,7 @@ def _value(match: re.Match[str]) -> float | None:
             value = Fraction(float(value) ** int(power))
         value *= Fraction(10) ** int(ten or 0)
         value = value / divisor + int((match["whole"] or "0").replace(",", ""))
+        value *= Fraction(10) ** power_of_ten(match["scale"] or "")
         return float(value / (100 if match["percent"] else 1))
     except OverflowError:
         return None

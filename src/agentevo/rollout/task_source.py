@@ -201,9 +201,12 @@ class TaskSource:
         count = len(self._train)
         if not self._train or count >= needed:
             return ""
+        tasks, groups = (
+            ("is 1 task", "1 group") if count == 1 else (f"are {count} tasks", f"{count} groups")
+        )
         return (
-            f"trainer.groups_per_step={needed}, and there are {count} tasks to train on, so each "
-            f"step has {count} groups: give more tasks, or set trainer.groups_per_step={count}"
+            f"trainer.groups_per_step={needed}, and there {tasks} to train on, so each step has "
+            f"{groups}: give more tasks, or set trainer.groups_per_step={count}"
         )
 
     async def learn(self, store: Store) -> None:

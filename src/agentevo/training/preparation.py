@@ -219,7 +219,8 @@ class Preparation:
     def _bonus(
         self, rows: Sequence[SampleRow], roles: Roles, tables: Tables, kl_coef: float
     ) -> tuple[torch.Tensor | None, dict[str, float]]:
-        """[S, T]: the bonus on the environment's rewards; and its metrics."""
+        """[S, T]: the bonus on the environment's rewards; and its metrics. With a KL penalty of
+        either kind, these include the mean reward of an attempt less its penalty."""
         bonus = None
         metrics = {}
         mask = _mask(rows)
@@ -227,14 +228,18 @@ class Preparation:
             bonus = tables["reward_model"]
             metrics["reward_model/mean"] = float(bonus[mask].mean())
 
-        if roles.reference is not None and self.section.kl_in == "reward" and kl_coef > 0:
+        if roles.reference is not None and kl_coef > 0:
             distance = self.kl(
                 tables["logp"] if self.recomputed else _rollout_logprobs(rows),
                 tables["ref_logp"],
                 mask,
             )
-            metrics["actor/reward_kl"] = float(distance[mask].mean())
-            bonus = -kl_coef * distance if bonus is None else bonus - kl_coef * distance
+            rewards = {row.trajectory.id: row.trajectory.reward for row in rows}
+            penalty = kl_coef * float(distance[mask].sum())
+            metrics["critic/rewards/mean"] = (sum(rewards.values()) - penalty) / len(rewards)
+            if self.section.kl_in == "reward":
+                metrics["actor/reward_kl"] = float(distance[mask].mean())
+                bonus = -kl_coef * distance if bonus is None else bonus - kl_coef * distance
 
         return bonus, metrics
 

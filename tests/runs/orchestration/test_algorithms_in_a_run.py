@@ -52,7 +52,7 @@ CASES = {
             "algorithm.kl_in=reward",
             "algorithm.kl=k1",
         ],
-        ["actor/reward_kl"],
+        ["actor/reward_kl", "critic/rewards/mean"],
     ),
     "otb": (["algorithm.advantage=otb"], []),
     "tree": (["algorithm.advantage=tree_returns", "algorithm.gamma=0.9"], []),

@@ -47,7 +47,7 @@ def _task_to_try(
         tasks = TaskList(source.held_out(), source.images)
         if not 0 <= number < len(tasks):
             raise ConfigError(
-                f"--number {number}: there are {len(tasks)} held-out tasks, counted from 0"
+                f"--number {number}: the number of held-out tasks is {len(tasks)}, counted from 0"
             )
         return config, tasks[number], tasks
     config = config_for_playing(config, ("--task",))
