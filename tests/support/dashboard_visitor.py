@@ -34,8 +34,9 @@ SEEN_MS = 300_000
 @contextmanager
 def dashboard(*words: str | Path, control: bool = False) -> Iterator[str]:
     """The URL, with its token, of a dashboard that runs meanwhile, with indexes of its own; with
-    `control` that of who may change something."""
-    command = [sys.executable, "-m", "agentevo", "ui", *map(str, words)]
+    `control` that of who may change something. Its priority is not lowered: beside other tests it
+    would stand still for minutes."""
+    command = [sys.executable, "-m", "agentevo", "ui", *map(str, words), "--nice", "0"]
     command += ["--control"] if control else []
 
     cache = tempfile.TemporaryDirectory(prefix="agentevo-index-")
