@@ -25,7 +25,7 @@ quickstart: $(VENV)/.core
 	$(BIN)/agentevo models smollm2-135m-instruct
 	$(BIN)/agentevo train coins run.dir=runs/quickstart run.overwrite=true
 
-# What a person waits for: seven minutes on 2 cores, where four are the goal.
+# What a person waits for: four minutes on 2 cores.
 test: $(VENV)/.dev
 	$(PYTEST) --numprocesses $(JOBS) --dist worksteal -m "not slow and not soak"
 

@@ -146,11 +146,13 @@ class ConfigKeys:
 
     def suggestion(self, key: str, *, chosen: Mapping[str, str] | None = None) -> str:
         """`; did you mean trainer.group_size?`, or our key for a key of another system, or empty. A
-        key of theirs without sections, such as TRL's beta, may stand in any section of ours.
-        `chosen`: the type of each polymorphic section."""
+        key of theirs without sections, such as TRL's beta, may stand in any section of ours that
+        has no such key. `chosen`: the type of each polymorphic section."""
         best = self._nearest(key, chosen or {})
         peers = translations(key)
-        their_key = _leaf(key) if _parent(key) in self._explanations else key
+        section = _parent(key)
+        is_elsewhere = best is None or _parent(best) != section
+        their_key = _leaf(key) if section in self._explanations and is_elsewhere else key
         is_our_name = best is not None and (
             _leaf(best) == normal_key(_leaf(key)) or best == f"{key}s"
         )
