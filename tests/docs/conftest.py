@@ -7,7 +7,10 @@ import pytest
 
 # What registers later would be forgotten with a test's.
 import agentevo.agents
-import agentevo.inference.weights.transports  # noqa: F401
+import agentevo.inference.weights.transports
+import agentevo.store.mongodb
+import agentevo.store.postgresql
+import agentevo.store.sqlite  # noqa: F401
 from agentevo.runtime.registry import Registry
 
 RECIPES = Path(__file__).parents[2] / "recipes"
