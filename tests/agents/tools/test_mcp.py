@@ -250,7 +250,7 @@ def test_an_opening_that_is_cancelled_leaves_nothing_behind():
     """The first of two attempts that share a server is broken off while it starts."""
 
     async def work():
-        box = Toolbox([section("stdio", session="shared")], [].append)
+        box = Toolbox([section("stdio", "--slow", "2", session="shared")], [].append)
 
         async def attempt():
             async with box.open(TASK, 7) as tools:

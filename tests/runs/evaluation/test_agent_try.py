@@ -102,5 +102,5 @@ def test_a_recipe_plays_its_own_held_out_task(capsys, tmp_path, monkeypatch):
     out = capsys.readouterr().out
     assert "policy generate, turn 0" in out and "reward " in out
     assert main(["chat", "small.yaml", "--number", "2"]) == 2
-    assert "there are 2 held-out tasks" in capsys.readouterr().err
+    assert "the number of held-out tasks is 2" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]
