@@ -132,7 +132,8 @@ def next_messages(
 
 
 def with_reward(content: Content, reward: float, section: EnvironmentAgentSection) -> Content:
-    """The observation after a turn, with `show_reward` after a line with the turn's reward."""
+    """The observation after a turn. With `show_reward`, it begins with a line that says the turn's
+    reward."""
     if not section.show_reward:
         return content
 

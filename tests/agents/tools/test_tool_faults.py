@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 from called_tools import called, schemas
 
-from agentevo.agents.tools.tool import ToolResult
-from agentevo.agents.tools.toolbox import Toolbox
+from agentevo.agents.tools.tool import ToolResult, ToolSpec
+from agentevo.agents.tools.toolbox import Toolbox, _OfferedToolset
 from agentevo.config.tools import FunctionToolSection, tool
 from agentevo.errors import ConfigError, EnvironmentFailure, ToolUnavailableError
 from agentevo.runtime.event_loop import run_coroutine
@@ -255,3 +256,11 @@ def test_every_toolset_is_closed_whatever_one_raises(monkeypatch):
         called()
 
     assert sorted(closed) == ["one", "two"]
+
+
+def test_a_parameter_that_takes_anything_is_narrowed():
+    section = FunctionToolSection(name="look", narrow={"look": {"where": {"enum": ["up"]}}})
+    spec = ToolSpec(name="look", parameters={"type": "object", "properties": {"where": True}})
+    narrowed = _OfferedToolset(section, SimpleNamespace()).narrow(spec)
+    assert narrowed.parameters == {"type": "object", "properties": {"where": {"enum": ["up"]}}}
+    assert spec.parameters["properties"] == {"where": True}

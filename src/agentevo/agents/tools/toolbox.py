@@ -227,7 +227,8 @@ class _OfferedToolset:
                     f"agent.tools: narrow: no parameter of {spec.name} is called {parameter!r}: "
                     f"{_existing(parameter, list(properties))}"
                 )
-            properties[parameter] = {**properties[parameter], **keywords}
+            schema = properties[parameter]
+            properties[parameter] = {**({} if schema is True else schema), **keywords}
 
         return structs.replace(spec, parameters={**spec.parameters, "properties": properties})
 
