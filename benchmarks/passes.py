@@ -1,6 +1,6 @@
 """What the embedded engine's choices for a CPU are worth on this machine:
 `models/compute/fused.py`, `models/compute/cpu_kernels.py`, and FEW_QUERIES and FEW_SCORES of
-`inference/embedded/cache_attention.py`.
+`inference/embedded/cache_rows.py`.
 
     .venv/bin/python benchmarks/passes.py
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from agentevo.inference.embedded import cache_attention
+from agentevo.inference.embedded import cache_attention, cache_rows
 from agentevo.inference.embedded.batch import build_batch
 from agentevo.inference.embedded.cache_attention import CacheAttention
 from agentevo.inference.embedded.kv_cache import KEY_BLOCK, KVCache, num_blocks
@@ -109,7 +109,7 @@ def attention() -> None:
                 query: torch.Tensor = query,
                 new: torch.Tensor = new,
             ) -> None:
-                cache_attention.FEW_QUERIES = cache_attention.FEW_SCORES = few
+                cache_rows.FEW_QUERIES = cache_rows.FEW_SCORES = few
                 cache_attention.cpu_kernels = cpu_kernels if own else lambda: None
                 plan._calls = 0  # another pass
                 for _ in range(LAYERS):

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentevo.api import Option, Tasks, Trainable, checked_tasks, resolve
-from agentevo.config.rewards import Reward, reward_entry
+from agentevo.api import (
+    Option,
+    Tasks,
+    Trainable,
+    add_tasks_and_rewards,
+    checked_tasks,
+    resolve,
+)
+from agentevo.config.rewards import Reward
 from agentevo.runtime.extras import training_packages
 
 
@@ -39,18 +46,13 @@ def optimize(
         from agentevo_evolve.prompts.optimize import TextOptimization
         from agentevo_evolve.prompts.optimize import optimize as searched
 
-    options: dict[str, Any] = dict(sections)
-    if isinstance(tasks, (str, Path)):
-        options["tasks"] = {"train": str(tasks)}
-    elif isinstance(tasks, Mapping):
-        options["tasks"] = tasks
-
-    given_tasks = None if isinstance(tasks, (str, Path, Mapping)) else tasks
-    if rewards:
-        options["rewards"] = [reward_entry(reward) for reward in rewards]
-
+    options, listed_tasks = add_tasks_and_rewards(sections, tasks, rewards)
     config, agent = resolve(
-        agent_or_env, model=model, overrides=overrides, has_tasks=given_tasks is not None, **options
+        agent_or_env,
+        model=model,
+        overrides=overrides,
+        has_tasks=listed_tasks is not None,
+        **options,
     )
     needs_tasks = agent if not config.tasks.given else None
     contestant = Contestant(config.run.name, config, Path(checkpoint) if checkpoint else None)
@@ -59,6 +61,6 @@ def optimize(
         out=Path(out),
         resume=resume,
         agent=agent,
-        tasks=checked_tasks(given_tasks, needs_tasks),
+        tasks=checked_tasks(listed_tasks, needs_tasks),
     )
     return searched(what, note)

@@ -106,23 +106,14 @@ def train(
     section of the configuration is a keyword argument. Raises `ConfigError` for invalid input,
     before anything is created.
     """
-    options: dict[str, Any] = dict(sections)
-    if isinstance(tasks, (str, Path)):
-        options["tasks"] = {"train": str(tasks)}
-    elif isinstance(tasks, Mapping):
-        options["tasks"] = tasks
-
-    given_tasks = None if isinstance(tasks, (str, Path, Mapping)) else tasks
-    if rewards:
-        options["rewards"] = [reward_entry(reward) for reward in rewards]
-
+    options, listed_tasks = add_tasks_and_rewards(sections, tasks, rewards)
     trained = _trainable_of(agent_or_env, command, tools)
     resolved = partial(
         resolve,
         trained,
         model=model,
         algorithm=algorithm,
-        has_tasks=given_tasks is not None,
+        has_tasks=listed_tasks is not None,
         **options,
     )
     config, agent = resolved(overrides=overrides)
@@ -136,7 +127,11 @@ def train(
         config, agent = resolved(overrides=[*overrides, *engine_options])
     needs_tasks = agent if not config.tasks.given else None
     return train_run(
-        config, agent=agent, tasks=checked_tasks(given_tasks, needs_tasks), resume=resume, view=view
+        config,
+        agent=agent,
+        tasks=checked_tasks(listed_tasks, needs_tasks),
+        resume=resume,
+        view=view,
     )
 
 
@@ -231,6 +226,26 @@ def load_run(
     config = run_config(Path(run_dir), overrides)
     needs_tasks = agent if not config.tasks.given else None
     return Run(config, agent=agent, tasks=checked_tasks(tasks, needs_tasks))
+
+
+def add_tasks_and_rewards(
+    sections: Mapping[str, Any], tasks: Tasks | None, rewards: Sequence[Reward]
+) -> tuple[dict[str, Any], Sequence[Task | Mapping[str, Any]] | None]:
+    """The sections with the files of tasks and the rewards that a program gives, and its list of
+    tasks if it gives one."""
+    options = dict(sections)
+    listed_tasks = None
+    if isinstance(tasks, (str, Path)):
+        options["tasks"] = {"train": str(tasks)}
+    elif isinstance(tasks, Mapping):
+        options["tasks"] = tasks
+    else:
+        listed_tasks = tasks
+
+    if rewards:
+        options["rewards"] = [reward_entry(reward) for reward in rewards]
+
+    return options, listed_tasks
 
 
 def resolve(

@@ -170,8 +170,37 @@ def prepare(
     """Write the files of a known dataset: train.jsonl, eval.jsonl, and, where it has them,
     demonstrations.jsonl and corpus.jsonl. Of a recipe: the solved episodes of its environment's
     solver as demonstrations.jsonl, on seeds that training and evaluation do not use."""
-    from agentevo.agents.task_agent import check_known_name
     from agentevo.config.sources import recipe_names
+
+    is_recipe = name.endswith((".yaml", ".yml")) or name in recipe_names()
+    if overrides and not is_recipe:
+        raise ConfigError(f"{overrides[0]}: data prepare {name} reads no recipe: leave it out")
+
+    kind, _, tool = name.partition("/")
+    is_lesson = kind == "lesson"
+    if (is_recipe or is_lesson) and (source is not None or agent is not None):
+        activity = "plays episodes" if is_recipe else "makes its tasks"
+        raise ConfigError(f"data prepare {name} {activity}: leave out --from and --agent")
+
+    if is_recipe:
+        _prepare_demonstrations(name, overrides or [], folder, shown)
+    elif is_lesson:
+        _prepare_lesson(tool, folder, count, eval_share, shown, seed)
+    else:
+        _prepare_tasks(name, folder, source, agent, count, seed, eval_share)
+
+
+def _prepare_tasks(
+    name: str,
+    folder: Path,
+    source: str | None,
+    agent: str | None,
+    count: int,
+    seed: int,
+    eval_share: float,
+) -> None:
+    """Writes published rows or generated tasks. Raises ConfigError."""
+    from agentevo.agents.task_agent import check_known_name
     from agentevo.data import RowReport
     from agentevo.data.rows import check_not_a_source, check_source
     from agentevo.rollout.task_files import (
@@ -183,26 +212,11 @@ def prepare(
         gsm8k_tasks,
         question_tasks,
         reasoning_gym_tasks,
+        write_split,
     )
-    from agentevo.rollout.task_files import write_split as write
     from agentevo.runtime.console import to_stderr
 
-    is_recipe = name.endswith((".yaml", ".yml")) or name in recipe_names()
-    if overrides and not is_recipe:
-        raise ConfigError(f"{overrides[0]}: data prepare {name} reads no recipe: leave it out")
-    if is_recipe:
-        if source is not None or agent is not None:
-            raise ConfigError(f"data prepare {name} plays episodes: leave out --from and --agent")
-        _prepare_demonstrations(name, overrides or [], folder, shown)
-        return
-
     kind, _, dataset = name.partition("/")
-    if kind == "lesson":
-        if source is not None or agent is not None:
-            raise ConfigError(f"data prepare {name} makes its tasks: leave out --from and --agent")
-        _prepare_lesson(dataset, folder, count, eval_share, shown, seed)
-        return
-
     is_read = name in ("gsm8k", *QUESTION_SETS)
     if not (is_read or (kind == "reasoning_gym" and dataset)):
         raise ConfigError(
@@ -235,10 +249,10 @@ def prepare(
     if len(tasks) < 2:
         raise ConfigError("\n".join(["nothing was written: too few tasks", *report.lines()]))
 
-    number = write(tasks, eval_share, folder)
+    num_held_out = write_split(tasks, eval_share, folder)
     if name in QUESTION_SETS and (num_passages := passages.write(folder)):
         to_stderr(f"{num_passages} passages written to {folder / CORPUS}")
-    tell_of_rows(report, folder / TRAIN, f"tasks ({number} of them held out, {HELD_OUT})")
+    tell_of_rows(report, folder / TRAIN, f"tasks ({num_held_out} of them held out, {HELD_OUT})")
 
 
 def _prepare_lesson(

@@ -232,16 +232,10 @@ def inspect(
         sections, session_task = _of_recipe(first, target[1:])
     else:
         section = server_section(target, api_key)
-        session_task = _task(task)
-        if task is not None:
-            section = _with(section, send_task=True)
-        if prompt is not None:
-            section = _with(section, prompt=prompt, prompt_arguments=_texts(arguments or "{}"))
+        sections, session_task = _of_server(section, task, prompt, arguments, resource)
         if resource is not None:
             call = "read_resource"
             arguments = json.dumps({"uri": resource})
-            section = _with(section, resources=True)
-        sections = [section]
 
     if test:
         if run_coroutine(_test_tools(sections, session_task, call, arguments, dry_run)):
@@ -414,6 +408,26 @@ async def _make_calls(
         )
 
     return list(calls_by_tool.values()) if call is None else [calls_by_tool[call]]
+
+
+def _of_server(
+    section: ToolSection,
+    task: str | None,
+    prompt: str | None,
+    arguments: str | None,
+    resource: str | None,
+) -> tuple[Sequence[ToolSection], Task]:
+    """The tools of a server, with its prompt or resources if one is asked for, and the task of the
+    session. Raises ConfigError."""
+    session_task = _task(task)
+    if task is not None:
+        section = _with(section, send_task=True)
+    if prompt is not None:
+        section = _with(section, prompt=prompt, prompt_arguments=_texts(arguments or "{}"))
+    if resource is not None:
+        section = _with(section, resources=True)
+
+    return [section], session_task
 
 
 def _of_recipe(recipe: str, overrides: list[str]) -> tuple[Sequence[ToolSection], Task]:

@@ -115,6 +115,13 @@ def show(
     if sum([bool(trajectory_id), best, worst, last]) > 1:
         raise ConfigError("trajectories show: give an ID or one of --best, --worst, --last")
 
+    which = "best" if best else "worst" if worst else "last"
+    _print_trajectory(run_dir, trajectory_id, which, files, wait)
+
+
+def _print_trajectory(
+    run_dir: Path, trajectory_id: str, which: str, files: Path | None, wait: float | None
+) -> None:
     from rich.console import Console
 
     from agentevo.observability import render_trajectory
@@ -123,7 +130,6 @@ def show(
 
     async def work(store: Store) -> tuple[Trajectory, str, Task | None]:
         summaries = await store.summaries()
-        which = "best" if best else "worst" if worst else "last"
         name = _choose(summaries, trajectory_id, which, run_dir)
         step = next(summary.trained_step for summary in summaries if summary.id == name)
         trajectory = await store.trajectory(name)

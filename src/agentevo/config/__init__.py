@@ -4,6 +4,7 @@ before anything is created."""
 from agentevo.config.agents import AgentSection, EnvironmentAgentSection
 from agentevo.config.algorithm import AlgorithmKeys, AlgorithmSection
 from agentevo.config.memory import MemorySection
+from agentevo.config.model import LoraSection, ModelSection, TinyModel
 from agentevo.config.parallel import ParallelSection
 from agentevo.config.recipe import (
     RunConfig,
@@ -21,13 +22,10 @@ from agentevo.config.sections import (
     ColdStartSection,
     CriticSection,
     EngineSection,
-    LoraSection,
-    ModelSection,
     ProcessRewardSection,
     ProfileSection,
     RewardModelSection,
     RunSection,
-    TinyModel,
     TrainerSection,
 )
 from agentevo.config.sft import SFTSection, check_sft

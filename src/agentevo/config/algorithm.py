@@ -240,7 +240,37 @@ else:
 
 def algorithm_contradictions(section: AlgorithmSection) -> list[str]:
     """Valid values of the section that contradict one another, as 'what: remedy'."""
-    problems = _function_contradictions(section)
+    return [
+        *_function_contradictions(section),
+        *_kl_and_entropy_contradictions(section),
+        *_clip_contradictions(section),
+        *_sampled_token_contradictions(section),
+    ]
+
+
+def _function_contradictions(section: AlgorithmSection) -> list[str]:
+    """Contradictions of the user's functions."""
+    problems = []
+    for key, function, part in (
+        ("loss_function", section.loss_function, "policy_loss"),
+        ("advantage_function", section.advantage_function, "advantage"),
+    ):
+        entry = getattr(section, part)
+        if function is not None and entry not in (None, FUNCTION):
+            problems.append(
+                f"algorithm.{key}={function} replaces the {part}, but algorithm.{part} is "
+                f"{entry}: leave one of them out"
+            )
+        if function is None and entry == FUNCTION:
+            problems.append(
+                f"algorithm.{part}={FUNCTION} needs a function: name it with algorithm.{key}"
+            )
+
+    if section.credit is not None and section.advantage_function is not None:
+        problems.append(
+            "algorithm.credit has its own advantage: leave out credit or advantage_function"
+        )
+
     if section.credit is not None and section.advantage not in (None, "credit"):
         problems.append(
             f"algorithm.credit={section.credit} has the advantage credit, but algorithm.advantage "
@@ -252,6 +282,12 @@ def algorithm_contradictions(section: AlgorithmSection) -> list[str]:
             "algorithm.advantage=credit needs a function: name it with algorithm.credit"
         )
 
+    return problems
+
+
+def _kl_and_entropy_contradictions(section: AlgorithmSection) -> list[str]:
+    """Contradictions of the terms that keep the policy near its reference, and exploring."""
+    problems = []
     if section.kl_target is not None and section.kl_coef == 0:
         problems.append(
             "algorithm.kl_target needs a KL, but its weight algorithm.kl_coef is 0: set kl_coef "
@@ -282,16 +318,27 @@ def algorithm_contradictions(section: AlgorithmSection) -> list[str]:
             "and a KL is not one of them: choose kl_in=loss"
         )
 
+    return problems
+
+
+def _clip_contradictions(section: AlgorithmSection) -> list[str]:
+    """Clip ranges that are written as bounds of the ratio."""
     hyper = section._hyper()
     low = hyper.get("clip_low", 0.0)
     high = hyper.get("clip_high", 0.0)
-    if 0.5 <= low < 1 < high <= 1.5:
-        problems.append(
-            f"algorithm.clip_low={low:g} with clip_high={high:g} are bounds of the ratio, as "
-            "Tinker's clip_low_threshold and clip_high_threshold; here they are distances from 1: "
-            f"set clip_low={1 - low:g} clip_high={high - 1:g}"
-        )
+    if not 0.5 <= low < 1 < high <= 1.5:
+        return []
 
+    return [
+        f"algorithm.clip_low={low:g} with clip_high={high:g} are bounds of the ratio, as "
+        "Tinker's clip_low_threshold and clip_high_threshold; here they are distances from 1: "
+        f"set clip_low={1 - low:g} clip_high={high - 1:g}"
+    ]
+
+
+def _sampled_token_contradictions(section: AlgorithmSection) -> list[str]:
+    """Contradictions about tokens that another policy sampled, or that no policy did."""
+    problems = []
     if section.importance != "none" and section.old_logprobs == "rollout":
         problems.append(
             f"algorithm.importance={section.importance} weighs recomputed against rollout "
@@ -316,32 +363,6 @@ def algorithm_contradictions(section: AlgorithmSection) -> list[str]:
         problems.append(
             "algorithm.train_observations trains tokens that no engine sampled, and "
             f"algorithm.importance={section.importance} can't weigh them: set importance=none"
-        )
-
-    return problems
-
-
-def _function_contradictions(section: AlgorithmSection) -> list[str]:
-    """Contradictions of the user's functions."""
-    problems = []
-    for key, function, part in (
-        ("loss_function", section.loss_function, "policy_loss"),
-        ("advantage_function", section.advantage_function, "advantage"),
-    ):
-        entry = getattr(section, part)
-        if function is not None and entry not in (None, FUNCTION):
-            problems.append(
-                f"algorithm.{key}={function} replaces the {part}, but algorithm.{part} is "
-                f"{entry}: leave one of them out"
-            )
-        if function is None and entry == FUNCTION:
-            problems.append(
-                f"algorithm.{part}={FUNCTION} needs a function: name it with algorithm.{key}"
-            )
-
-    if section.credit is not None and section.advantage_function is not None:
-        problems.append(
-            "algorithm.credit has its own advantage: leave out credit or advantage_function"
         )
 
     return problems

@@ -13,13 +13,13 @@ from agentevo.config.algorithm import algorithm_contradictions
 from agentevo.config.collect import collect_contradictions
 from agentevo.config.distillation import distillation_contradictions
 from agentevo.config.memory import memory_contradictions
+from agentevo.config.model import TinyModel
 from agentevo.config.named_agents import named_agent_contradictions
 from agentevo.config.parallel import parallel_contradictions
 from agentevo.config.remote_models import name_problems, unknown_helpers
 from agentevo.config.rewards import penalty_contradictions
 from agentevo.config.rollout import rollout_contradictions
 from agentevo.config.routing import routing_contradictions
-from agentevo.config.sections import TinyModel
 from agentevo.config.unused_keys import keys_off_default
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
 
-from agentevo.config.sections import ModelSection
+from agentevo.config.model import ModelSection
 from agentevo.errors import ConfigError
 from agentevo.runtime.section import Section
 

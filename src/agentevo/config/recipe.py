@@ -41,6 +41,7 @@ from agentevo.config.imports import OF_YOUR_OWN, check_recipe_of_run, import_all
 from agentevo.config.interpolation import escape_tree
 from agentevo.config.keys import ConfigKeys, Variants, refused_values
 from agentevo.config.memory import MemorySection
+from agentevo.config.model import ModelSection
 from agentevo.config.named_agents import NamedAgentSection
 from agentevo.config.optimize import OptimizeSection
 from agentevo.config.preset_keys import changed_keys, drop_idle_keys
@@ -55,7 +56,6 @@ from agentevo.config.sections import (
     DataSection,
     EngineSection,
     EvaluationSection,
-    ModelSection,
     ProcessRewardSection,
     ProfileSection,
     RewardModelSection,

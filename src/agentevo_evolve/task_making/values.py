@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentevo.agents.tools.trial import made_value
-from agentevo.models.tool_calls.parameters import referred_schema
+from agentevo.models.tool_calls.parameters import resolve_references
 
 PEOPLE = (
     "Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivo", "Jane", "Kim", "Leo",
@@ -155,7 +155,7 @@ class Values:
     ) -> list[Any]:
         least = max(1, schema.get("minItems") or 1)
         most = max(least, min(MAX_ITEMS, schema.get("maxItems") or MAX_ITEMS))
-        item_schema = _resolve(schema["items"], root)
+        item_schema = resolve_references(schema["items"], root)
         items: list[Any] = []
         for _ in range(draw.randint(least, most)):
             item = self.draw(singular_name(name), item_schema, draw, root, depth + 1)
@@ -209,7 +209,7 @@ def all_parameters(
         part = property_schema
         if _kind(part) == "array" and isinstance(part.get("items"), Mapping):
             part_name = singular_name(name)
-            part = _resolve(part["items"], root)
+            part = resolve_references(part["items"], root)
 
         if part.get("properties") and depth < MAX_DEPTH:
             yield from all_parameters(part, root, depth + 1)
@@ -223,18 +223,10 @@ def properties(
     """The parameters of a tool or of an object, including those behind a reference. `root`: the
     schema that references point into; by default `schema`."""
     items = (schema.get("properties") or {}).items()
-    return {str(name): _resolve(part, schema if root is None else root) for name, part in items}
-
-
-def _resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema, or the schema that its reference points to."""
-    for _ in range(MAX_DEPTH):
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(reference, str):
-            break
-        schema = referred_schema(root, reference)
-
-    return schema if isinstance(schema, Mapping) else {}
+    return {
+        str(name): resolve_references(part, schema if root is None else root)
+        for name, part in items
+    }
 
 
 def stated_values(schema: Mapping[str, Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slow import soak
 
-from agentevo.training.kernels import cells
+from agentevo.training.kernels import cells, score_function
 from agentevo.training.kernels import linear_logprobs as module
 from agentevo.training.kernels.linear_logprobs import linear_logprobs, linear_logprobs_and_squares
 from examples import examples
@@ -80,7 +80,7 @@ class Problem:
 def one_kernel_per_cell(*, compiled=False):
     """As on a GPU; without the compiler, which takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "compiles", lambda kind: True)
+        patch.setattr(score_function, "compiles", lambda kind: True)
         if not compiled:
             patch.setattr(module, "_compile", lambda function: function)
         yield

@@ -12,7 +12,7 @@ import msgspec
 
 from agentevo.agents.tools.toolbox import Toolbox
 from agentevo.config.tools import ToolSection
-from agentevo.models.tool_calls.parameters import referred_schema
+from agentevo.models.tool_calls.parameters import resolve_references
 from agentevo.types import Task, ToolCall
 
 DEPTH = 6
@@ -86,7 +86,7 @@ def made_value(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Any:
     """A value that a JSON schema allows, the same each time: a default, an example or a choice from
     the schema, else the simplest value. An object has its required properties. `root` is the schema
     that references point into."""
-    schema = _resolve_reference(schema, root)
+    schema = resolve_references(schema, root)
     for key in ("const", "default"):
         if key in schema:
             return schema[key]
@@ -136,17 +136,6 @@ def _of_kind(kind: Any, schema: Mapping[str, Any], root: Mapping[str, Any], dept
     shortest = int(min(_number(schema, "minLength", 0), 1000))
     text = _TEXTS.get(str(schema.get("format")), "test").ljust(shortest, "t")
     return text[: max(0, int(_number(schema, "maxLength", len(text))))]
-
-
-def _resolve_reference(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema that a reference points to, within the same tool's schema."""
-    for _ in range(DEPTH):
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(reference, str):
-            break
-        schema = referred_schema(root, reference)
-
-    return schema if isinstance(schema, Mapping) else {}
 
 
 def _number(schema: Mapping[str, Any], key: str, default: float) -> float:

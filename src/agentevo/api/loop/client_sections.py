@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from agentevo.config import RunConfig
-from agentevo.config.sections import CHAT_TEMPLATES, MAX_TEMPLATE
+from agentevo.config.model import CHAT_TEMPLATES, MAX_TEMPLATE
 from agentevo.errors import ConfigError, shown
 from agentevo.models.files.known_models import known_models
 from agentevo.models.files.resolve import HUB

@@ -14,8 +14,8 @@ Messages name images by their digests, so the same text with another image is an
 files are in `images`. A turn records where its images are, and the engine gets those of the whole
 context (prompt_images.py).
 
-Every request gets its own seed, derived from the conversation's seed and the request's number.
-Calls may overlap: turns are numbered in the order in which they end.
+Every request gets its own seed (request_sampling.py). Calls may overlap: turns are numbered in the
+order in which they end.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from agentevo.inference.conversations.prompt_images import (
     check_no_images,
     with_files,
 )
+from agentevo.inference.conversations.request_sampling import RequestSampling
 from agentevo.inference.engine import Engine, SleepingEngine, TokenListener
 from agentevo.inference.token_listeners import StreamedTokens
 from agentevo.models.chat.answer_form import AnswerForm, grammar_of
 from agentevo.models.chat.chat_format import LONG_TEXT, ChatFormat, is_long, num_characters
 from agentevo.models.chat.chat_template import OWN_VALUES, TemplateValues, ToolSchemas
 from agentevo.runtime.event_loop import gather_all, in_thread, outside_scopes
-from agentevo.runtime.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls
 from agentevo.types import (
     Completion,
@@ -74,7 +74,6 @@ from agentevo.types import (
 )
 from agentevo.types.image_span import ImageSpan
 from agentevo.types.images import PromptImage, images_of_messages
-from agentevo.types.penalties import Penalties
 from agentevo.types.routed_experts import why_misaligned
 
 CompletionListener = Callable[[int, Sequence[int], Sequence[float]], None]
@@ -136,12 +135,10 @@ class Conversation:
         """Whether the model reads images."""
         self._engine = engine
         self._chat = chat
-        self._sampling = sampling
+        self._sampling = RequestSampling(sampling, seed, chat)
         self._name = name
-        self._seed = seed
         self._context_length = context_length
         self._timeout_s = timeout_s
-        self._num_requests = 0
         self._turns: list[Turn] = []
         self._children: dict[int | None, list[int]] = {}
         """Turn -> the turns that extend it; None -> the roots."""
@@ -237,7 +234,9 @@ class Conversation:
             "routed_from": max(len(joined.ids) - len(joined.added) - 1, 0),
         }
         requests = [
-            msgspec.structs.replace(self._request(overrides, number, room), **request_fields)
+            msgspec.structs.replace(
+                self._sampling.make_params(number, overrides, room), **request_fields
+            )
             for number in range(n)
         ]
         call = self.calls.call("policy", "generate", prompt_tokens=len(joined.ids))
@@ -460,37 +459,6 @@ class Conversation:
         num_recorded, parent = recorded_beginning(ids, self._turns, self._children)
         return _Prompt(parent, ids[num_recorded:], ids, [])
 
-    def _request(
-        self, overrides: SamplingOverrides | None, number: int, room: int
-    ) -> SamplingParams:
-        """The sampling settings of a call's completion `number`. If the call gives a seed, the
-        first completion uses it, and the seeds of the others are derived from it."""
-        override_values = {} if overrides is None else overrides.given()
-        self._check_penalties(override_values.get("penalties"))
-        longest = min(override_values.pop("max_new_tokens", self._sampling.max_new_tokens), room)
-
-        seed = derive_seed(self._seed, "turn", self._num_requests)
-        if "seed" in override_values:
-            first = override_values.pop("seed")
-            seed = derive_seed(first, "completion", number) if number else first
-
-        self._num_requests += 1
-        return msgspec.structs.replace(
-            self._sampling, **override_values, seed=seed, max_new_tokens=longest
-        )
-
-    def _check_penalties(self, penalties: Penalties | None) -> None:
-        """Raises BadRequestError for penalties that leave no token to sample."""
-        if penalties is None:
-            return
-
-        problem = penalties.problem
-        size = len(self._chat.tokenizer)
-        if problem is None and penalties.last_token >= size:
-            problem = f"logit_bias names token {penalties.last_token}: the model has {size}"
-        if problem is not None:
-            raise BadRequestError(f"penalties: {problem}")
-
     def _record(self, joined: _Prompt, sampling: SamplingParams, completion: Completion) -> Turn:
         message = Message("assistant", self._chat.text(completion.ids))
         turn = Turn(
@@ -503,7 +471,7 @@ class Conversation:
             finish_reason=completion.finish_reason,
             temperature=sampling.temperature,
             seed=sampling.seed,
-            overrides=self._changed_overrides(sampling),
+            overrides=self._sampling.find_changes(sampling),
             constraint=Constraint(
                 grammar=sampling.grammar, end_ids=sampling.stop_token_ids, masks=completion.masks
             )
@@ -534,16 +502,6 @@ class Conversation:
             self._texts.note_answer(joined.text, message.text, turn.index, turn.completion_ids)
 
         return turn
-
-    def _changed_overrides(self, sampling: SamplingParams) -> SamplingOverrides | None:
-        """The request's settings that differ from this conversation's sampling settings."""
-        base = self._sampling
-        changed = {
-            name: getattr(sampling, name)
-            for name in ("temperature", "top_p", "top_k", "min_p")
-            if getattr(sampling, name) != getattr(base, name)
-        }
-        return SamplingOverrides(**changed) if changed else None
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -4,14 +4,20 @@ and the rows of attention."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
-from agentevo.inference.embedded.cache_attention import CacheAttention, CacheRows, Stretch
+from agentevo.inference.embedded.cache_attention import CacheAttention
+from agentevo.inference.embedded.cache_rows import CacheRows, NewTokens
+from agentevo.inference.embedded.images import EngineImages, Stretch
 from agentevo.inference.embedded.kv_cache import KVCache
+from agentevo.inference.embedded.routing import record, recording_of
 from agentevo.inference.embedded.scheduler import Sequence
+from agentevo.models.compute.routers import Routers
+from agentevo.models.vision.features import image_arguments
 
 MAX_CHUNK = 512
 """The maximum number of new tokens of one sequence in a step. It limits the size of the attention
@@ -19,7 +25,7 @@ mask."""
 
 
 class StepWork(Protocol):
-    """What a step computes for which sequences."""
+    """A step: which tokens of which sequences it computes, and how."""
 
     work: list[tuple[Sequence, int]]
     """(sequence, number of its tokens that this step computes) pairs."""
@@ -27,6 +33,10 @@ class StepWork(Protocol):
     """Sequences whose next token is sampled, because this step computes their last token."""
     scored: list[tuple[Sequence, int]]
     """(sequence, number of its given tokens that this step scores) pairs."""
+
+    def logits(self, model: PreTrainedModel, version: int) -> torch.Tensor:
+        """The logits [sampled + scored, V], by the model of that version of the weights."""
+        ...
 
 
 @dataclass
@@ -44,6 +54,36 @@ class StepBatch:
     logit_rows: torch.Tensor
     """Positions in the token row whose logits are needed: first those of `sampled`, then those of
     `scored`."""
+    images: EngineImages | None = None
+    """Those of the engine, if its model can be shown some."""
+    routers: Routers | None = None
+    """The routers whose choices are recorded, if any."""
+
+    def logits(self, model: PreTrainedModel, version: int) -> torch.Tensor:
+        """See StepWork.logits."""
+        images = self.images
+        shown: dict[str, Any] = {}
+        if images is not None:
+            row = [Stretch(sequence, sequence.cached, count) for sequence, count in self.work]
+            keys = [key for stretch in row for key in stretch.keys]
+            self.input_ids = torch.tensor([images.ids(keys)], device=self.input_ids.device)
+            self.position_ids = images.position_ids([row])
+            shown = image_arguments(model, self.input_ids, images.features(row, model, version))
+
+        self.plan.routing = recording = recording_of(self, self.routers)
+        outputs: Any = model(
+            input_ids=self.input_ids,
+            position_ids=self.position_ids,
+            use_cache=False,
+            plan=self.plan,
+            logits_to_keep=self.logit_rows,
+            **shown,
+        )
+        if recording is not None:
+            record(self, recording)
+
+        logits: torch.Tensor = outputs.logits[0]
+        return logits
 
 
 def choose_work(running: list[Sequence], prefill_tokens: int) -> list[tuple[Sequence, int]]:
@@ -63,10 +103,14 @@ def choose_work(running: list[Sequence], prefill_tokens: int) -> list[tuple[Sequ
 
 
 def build_batch(
-    cache: KVCache, work: list[tuple[Sequence, int]], device: torch.device
+    cache: KVCache,
+    work: list[tuple[Sequence, int]],
+    device: torch.device,
+    images: EngineImages | None = None,
+    routers: Routers | None = None,
 ) -> StepBatch:
     """Builds the inputs of a step. Sequences are sorted by slot, because a view of adjacent slots
-    needs no copy."""
+    needs no copy. `images` and `routers`: see StepBatch."""
     work = sorted(work, key=lambda item: item[0].slot)
     ids = [token for s, n in work for token in s.ids[s.cached : s.cached + n]]
     counts = np.array([n for _, n in work])
@@ -109,6 +153,8 @@ def build_batch(
                 *predicting,
             ]
         ),
+        images=images,
+        routers=routers,
     )
 
 
@@ -190,10 +236,10 @@ def _rows(
     is_one_query_each = (
         width == 1 and batch == len(starts) and np.array_equal(take_rows, take_tokens)
     )
-    stretches = zip(starts[bucket], counts[bucket], slots[bucket], lengths[bucket], strict=True)
+    new_tokens = zip(starts[bucket], counts[bucket], slots[bucket], lengths[bucket], strict=True)
 
     return CacheRows(
-        stretches=[Stretch(*map(int, stretch)) for stretch in stretches],
+        new_tokens=[NewTokens(*map(int, numbers)) for numbers in new_tokens],
         segment=first_sequence.segment,
         slots=tensor(np.arange(first, last + 1) if is_dense else slots[bucket]),
         tokens=tensor(tokens),

@@ -52,8 +52,7 @@ class StateBatch:
         self.scored: list[tuple[EngineSequence, int]] = [(s, count) for s, count in scored if count]
 
     def logits(self, model: PreTrainedModel, version: int) -> torch.Tensor:
-        """The logits [sampled + scored, V], by the model of that version of the weights. The
-        sequences' states continue by the work."""
+        """See StepWork.logits. The sequences' states continue by the work."""
         together = []
         fresh = defaultdict[int, list[Work]](list)
         alone: list[list[Work]] = []

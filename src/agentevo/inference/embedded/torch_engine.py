@@ -24,20 +24,19 @@ import time
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Images
 from contextlib import asynccontextmanager
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentevo.config import EngineSection
 from agentevo.errors import DeadlineExceededError, EngineError
-from agentevo.inference.embedded.batch import StepBatch, StepWork, build_batch, choose_work
+from agentevo.inference.embedded.batch import StepWork, build_batch, choose_work
 from agentevo.inference.embedded.earlier_weights import EarlierWeights, PinnedEngine
 from agentevo.inference.embedded.grammars import EngineGrammars
-from agentevo.inference.embedded.images import EngineImages, Stretch
+from agentevo.inference.embedded.images import EngineImages
 from agentevo.inference.embedded.kv_cache import kv_bytes_per_token
 from agentevo.inference.embedded.requests import EngineRequest
-from agentevo.inference.embedded.routing import record, recording_of, routed_experts_of
+from agentevo.inference.embedded.routing import routed_experts_of
 from agentevo.inference.embedded.routing_memory import RoutingMemory
 from agentevo.inference.embedded.sampling import draw_with_alternatives
 from agentevo.inference.embedded.scheduler import Scheduler, Sequence
@@ -72,7 +71,6 @@ from agentevo.models.compute.positions import context_length, length_advice
 from agentevo.models.compute.rows import row_settings
 from agentevo.models.compute.thread_settings import own_torch_state
 from agentevo.models.token_rows import banned_tokens, num_token_rows, token_logits
-from agentevo.models.vision.features import image_arguments
 from agentevo.models.vision.parts import processor_of
 from agentevo.models.vision.processor import ProcessedImage
 from agentevo.runtime.devices import empty_cache
@@ -505,14 +503,16 @@ class TorchEngine(PublishingEngine):
     def _pass(self, version: int, running: list[Sequence]) -> int:
         """Runs one forward pass under that version. Returns how many requests it finished."""
         _, model = self._earlier.model_serving(version, self._version)
+        batch: StepWork
         if isinstance(self.scheduler, StateScheduler):
-            states = StateBatch(self.scheduler, running, self._prefill_tokens, self._images)
-            batch: StepWork = states
-            outputs = states.logits(model, version)
+            batch = StateBatch(self.scheduler, running, self._prefill_tokens, self._images)
         else:
-            batch, outputs = self._tree_pass(model, running, version)
-        logits = token_logits(self.model, outputs)  # [sampled + scored, tokens]
+            work = choose_work(running, self._prefill_tokens)
+            device = next(self.model.parameters()).device
+            batch = build_batch(self.scheduler.cache, work, device, self._images, self._routers)
 
+        outputs = batch.logits(model, version)
+        logits = token_logits(self.model, outputs)  # [sampled + scored, tokens]
         for sequence, count in batch.work:
             sequence.cached += count
 
@@ -532,37 +532,6 @@ class TorchEngine(PublishingEngine):
 
         self._computed += sum(count for _, count in batch.work)
         return finished
-
-    def _tree_pass(
-        self, model: PreTrainedModel, running: list[Sequence], version: int
-    ) -> tuple[StepBatch, torch.Tensor]:
-        """One forward pass over the new tokens of all sequences, and its logits [sampled + scored,
-        V]."""
-        device = next(self.model.parameters()).device
-        batch = build_batch(
-            self.scheduler.cache, choose_work(running, self._prefill_tokens), device
-        )
-        images = {}
-        if self._images is not None:
-            row = [Stretch(sequence, sequence.cached, count) for sequence, count in batch.work]
-            keys = [key for stretch in row for key in stretch.keys]
-            batch.input_ids = torch.tensor([self._images.ids(keys)], device=device)
-            batch.position_ids = self._images.position_ids([row])
-            features = self._images.features(row, model, version)
-            images = image_arguments(model, batch.input_ids, features)
-
-        batch.plan.routing = recording = recording_of(batch, self._routers)
-        outputs: Any = model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            plan=batch.plan,
-            logits_to_keep=batch.logit_rows,
-            **images,
-        )
-        if recording is not None:
-            record(batch, recording)
-        return batch, outputs.logits[0]
 
     def _emit(self, batch: StepWork, logits: torch.Tensor, version: int) -> int:
         """Samples a token for each sequence whose tokens are all computed. Answers requests that

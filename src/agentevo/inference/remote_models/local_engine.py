@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from agentevo.config.model import ModelSection
 from agentevo.config.remote_models import RemoteModelSection
-from agentevo.config.sections import EngineSection, ModelSection
+from agentevo.config.sections import EngineSection
 from agentevo.inference.embedded.torch_engine import TorchEngine
 from agentevo.models.chat.chat_format import ChatFormat, chat_of
 from agentevo.models.compute.attention import prepare

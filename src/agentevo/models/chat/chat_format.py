@@ -17,11 +17,11 @@ Harmony's templates (GPT-OSS) end an answer with <|return|> if it is the last me
 kept instead of the template's token. <|end|> does not end an answer, because a thought ends with
 it.
 
-If a template rewrites earlier text (numbers the turns, moves the system message, drops old
-messages), no continuation exists. Such a template is refused at construction, and tools that it
-moves are refused at their first use. One mismatch remains: if a completion ends in the middle of a
-word, the template's rendering might merge its last characters with the end-of-turn text. Special
-tokens, which all common templates use there, never merge.
+If a template rewrites earlier text, no continuation exists. Such a template is refused at
+construction, and tools that it moves are refused at their first use (history_check.py). One
+mismatch remains: if a completion ends in the middle of a word, the template's rendering might merge
+its last characters with the end-of-turn text. Special tokens, which all common templates use there,
+never merge.
 
 Images of messages need a model that sees (models/vision/processor.py). Its template writes one
 placeholder for each, in whose place the tokens of the image are encoded. `image_spans` finds them
@@ -49,8 +49,9 @@ from agentevo.models.chat.chat_template import (
     TemplateValues,
     ToolSchemas,
 )
+from agentevo.models.chat.history_check import check_history
 from agentevo.models.chat.model_template import begins_texts_with_bos
-from agentevo.models.chat.prompt_thoughts import EMPTY_THOUGHT, OPENS_THINKING, thought_of
+from agentevo.models.chat.prompt_thoughts import OPENS_THINKING, thought_of
 from agentevo.models.chat.template_variables import why_refused
 from agentevo.models.chat.text_stream import TextStream, before_stop
 from agentevo.models.chat.token_texts import TokenTexts
@@ -82,7 +83,6 @@ CACHED_VARIANTS = 64
 """The number of cached chat formats with other values of the template's variables."""
 LONG_TEXT = 50_000
 """The number of characters that take about 10 ms to encode. Longer texts are not cached."""
-_SECOND = "probesecond"
 _SYSTEM = "probesystem"
 _TAIL = max(map(len, THOUGHTS)) + len("\n")
 """The most tokens that the beginning of a thought can have."""
@@ -537,45 +537,11 @@ class ChatFormat:
         return ids
 
     def _check_history(self, start: list[Message], tools: ToolSchemas = NO_TOOLS) -> str:
-        """Checks that the template only appends when a conversation grows. `start`: the messages
-        before the first assistant's. Returns the part of the generation prompt that follows the
-        header of a finished message, such as an opening <think>."""
-
-        def render(messages: list[Message], *, prompt: bool) -> str:
-            return self._template.render([*start, *messages], prompt=prompt, tools=tools)
-
-        first = Message("assistant", PROBE_ANSWER)
-        second = Message("assistant", _SECOND)
-        generation = render([], prompt=True)
-        once = render([first, PROBE_USER], prompt=True)
-        twice = render([first, PROBE_USER, second, PROBE_USER], prompt=True)
-
-        header, sentinel, after_first = once.partition(PROBE_ANSWER)
-        omitted = header[len(generation) :] if header.startswith(generation) else ""
-        is_thought = not omitted.strip() or EMPTY_THOUGHT.fullmatch(omitted.lstrip())
-        if omitted and (self.parser.name == HARMONY or is_thought):
-            self._omitted_header = omitted
-            header = generation
-        elif not generation.startswith(header):  # the thought of a finished message is left out
-            header = EMPTY_THOUGHT.sub("", header)
-
-        if not sentinel or not generation.startswith(header):
-            raise ModelError(
-                refusal(
-                    "[user, assistant, user] does not begin with the rendering of [user] and the "
-                    "generation prompt"
-                )
-            )
-
-        if not twice.startswith(once.removesuffix(generation[len(header) :])):
-            raise ModelError(refusal("a longer conversation does not begin with the shorter one"))
-
-        if after(_SECOND, twice) != after_first:
-            raise ModelError(
-                refusal("what follows an assistant's message depends on how many turns came before")
-            )
-
-        return generation[len(header) :]
+        """See history_check.py. Returns the text that the generation prompt opens an answer
+        with."""
+        place = check_history(self._template, start, tools, is_harmony=self.parser.name == HARMONY)
+        self._omitted_header = place.omitted_header or self._omitted_header
+        return place.opening
 
     def _probe_system(self) -> str | None:
         """Why conversations with a system message can't be continued, or None. Other conversations

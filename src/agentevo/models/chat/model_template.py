@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from agentevo.config.sections import CHAT_TEMPLATES, PLAIN
+from agentevo.config.model import CHAT_TEMPLATES, PLAIN
 from agentevo.errors import ModelError, shown
 from agentevo.models.chat.chat_template import TEMPLATE_ERRORS
 from agentevo.models.chat.template_rendering import current_renderer

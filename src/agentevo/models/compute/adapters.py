@@ -23,7 +23,7 @@ import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 
-from agentevo.config.sections import ALL_LINEAR
+from agentevo.config.model import ALL_LINEAR
 from agentevo.config.vision import VISION_PARTS
 from agentevo.errors import ModelError
 from agentevo.models.checkpoint_manifest import verify_model

@@ -21,6 +21,8 @@ MAX_DEPTH = 16
 """The deepest nesting of schemas, by choices and references, that is followed."""
 MAX_SCHEMAS = 1_000
 """The most schemas that are checked for one value, because references may be circular."""
+MAX_REFERENCES = 6
+"""The longest chain of references that is resolved."""
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
 _KINDS: dict[type, str] = {
@@ -147,6 +149,18 @@ def referred_schema(schema: Any, reference: str) -> Any:
             return {}
 
     return schema
+
+
+def resolve_references(schema: Any, root: Any) -> Mapping[str, Any]:
+    """The schema, or what its chain of references leads to within the whole schema `root`. Empty if
+    that is no object."""
+    for _ in range(MAX_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str):
+            break
+        schema = referred_schema(root, reference)
+
+    return schema if isinstance(schema, Mapping) else {}
 
 
 def _read(text: str) -> Any:

@@ -34,6 +34,7 @@ from agentevo.inference.remote_models import RemoteConversations
 from agentevo.models.chat.chat_format import ChatFormat, chat_of
 from agentevo.models.compute.positions import context_length
 from agentevo.rollout.group import GroupAttempt, InfrastructureFailure
+from agentevo.rollout.sampler import sampling_params
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.task_source import TaskSource
 from agentevo.runs.audit.recorded import RecordedEngine, RecordedModels
@@ -406,19 +407,9 @@ class _NoGateway:
 
 def _sampling(config: RunConfig, trajectory: Trajectory, chat: ChatFormat) -> SamplingParams:
     """The sampling parameters of the trajectory."""
-    section = config.sampling
-    return SamplingParams(
-        temperature=next(
-            (turn.temperature for turn in trajectory.turns if turn.overrides is None),
-            section.temperature,
-        ),
-        top_p=section.top_p,
-        top_k=section.top_k,
-        min_p=section.min_p,
-        max_new_tokens=section.max_new_tokens,
-        stop_token_ids=chat.end_ids,
-        stop_strings=section.stop,
-    )
+    temperatures = (turn.temperature for turn in trajectory.turns if turn.overrides is None)
+    temperature = next(temperatures, config.sampling.temperature)
+    return sampling_params(config.sampling, chat, temperature)
 
 
 def _compare(

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from agentevo.config import RunConfig, build_config, load_config, sources
+from agentevo.config.model import ModelSection
 from agentevo.config.remote_models import RemoteModelSection
-from agentevo.config.sections import ModelSection
 from agentevo.errors import ConfigError, UnknownNameError
 from agentevo.inference.remote_models.served import check_served, served_models
 from agentevo.models.files.resolve import HUB, HUB_NAME, TINY, resolve

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentevo.config.sections import ModelSection
+from agentevo.config.model import ModelSection
 from agentevo.errors import AgentEvoError
 from agentevo.models.files.resolve import missing_model
 from agentevo.runtime.parsing import read_json_object

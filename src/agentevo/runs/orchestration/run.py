@@ -235,14 +235,7 @@ async def run_training(
                 track(config, command, view.note, is_stopped, warn=view.warn)
             )
             stack.enter_context(lasting_heap())
-            with run.record.log, run.checkpoints, nullcontext() if processes is None else processes:
-                await run.restore(start, resumed=resume)
-                await run.run()
-
-            if run.record.is_at_end and (run.record.progress.begun or not resume):
-                run.record.write_summary(
-                    run.evaluation.players, run.checkpoints.best, run.profiling.summary
-                )
+            await run.run_from(start, resumed=resume)
 
         if config.tracking.report:
             await report_at_end(folder, lambda token: str(loaded.tokenizer.decode([token])), view)
@@ -275,6 +268,7 @@ class TrainingRun:
         self.is_stopped = is_stopped
         self.command: RunCommand = command
         self.control = control
+        self.processes = processes
         self.rollouts = make_rollouts(
             parts,
             is_stopped,
@@ -303,6 +297,18 @@ class TrainingRun:
         )
         peak = device_peak(self.profiling.device, self.profiling.dtype)
         self.meter = StepMeter(parts, self.source, self.rollouts, peak)
+
+    async def run_from(self, start: ResumePoint, *, resumed: bool) -> None:
+        """Restores the run, runs it, and writes the summary if it has reached its end."""
+        processes = nullcontext() if self.processes is None else self.processes
+        with self.record.log, self.checkpoints, processes:
+            await self.restore(start, resumed=resumed)
+            await self.run()
+
+        if self.record.is_at_end and (self.record.progress.begun or not resumed):
+            self.record.write_summary(
+                self.evaluation.players, self.checkpoints.best, self.profiling.summary
+            )
 
     async def restore(self, start: ResumePoint, *, resumed: bool) -> None:
         """Brings the run to its current step: its beginning, after a cold start if there is one, or

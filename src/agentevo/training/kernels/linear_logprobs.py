@@ -34,9 +34,8 @@ from torch import distributed
 
 from agentevo.models.compute.linear import available, product
 from agentevo.models.token_rows import LOWEST
-from agentevo.runtime.devices import compiles
 from agentevo.training.kernels.cells import Cell, Cells
-from agentevo.training.kernels.token_masks import mask_scores
+from agentevo.training.kernels.score_function import ScoreFunction, sum_dtype
 from agentevo.training.kernels.token_penalties import PenaltyTable
 from agentevo.training.kernels.vocabulary import VocabularySlice
 
@@ -73,10 +72,10 @@ def linear_logprobs(  # noqa: PLR0913 (the factors of a score, and what bounds i
     are computed in their dtype, everything else in at least float32. Memory on top of the
     gradients: KEPT_BYTES and a few cells.
     """
-    tail = _FusedLogprobs(
+    score_function = ScoreFunction(
         temperature, softcap, logit_scale, masks, penalties, num_tokens, _on(hidden, banned)
     ).within(vocabulary_slice)
-    targets, outside = tail.within_tokens(targets)
+    targets, outside = score_function.within_tokens(targets)
     trained = torch.is_grad_enabled() and (
         weight.requires_grad or (bias is not None and bias.requires_grad)
     )
@@ -89,7 +88,9 @@ def linear_logprobs(  # noqa: PLR0913 (the factors of a score, and what bounds i
         and len(hidden) * len(weight) * hidden.element_size() > KEPT_BYTES
     )
     room = KEPT_BYTES if needed and not ahead else 0
-    logp, entropy = _LinearLogprobs.apply(hidden, weight, bias, rows, targets, tail, room, ahead)
+    logp, entropy = _LinearLogprobs.apply(
+        hidden, weight, bias, rows, targets, score_function, room, ahead
+    )
     return (logp if outside is None else logp.masked_fill(outside, LOWEST)), entropy
 
 
@@ -112,115 +113,16 @@ def linear_logprobs_and_squares(  # noqa: PLR0913 (those of linear_logprobs)
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `linear_logprobs`, without gradient. Returns log-probs [M], and for each row the sum of
     p^2 over the vocabulary [R], which is the probability that two samples agree."""
-    tail = _FusedLogprobs(
+    score_function = ScoreFunction(
         temperature, softcap, logit_scale, masks, penalties, num_tokens, _on(hidden, banned)
     ).within(vocabulary_slice)
-    targets, outside = tail.within_tokens(targets)
-    local_targets = tail.local_targets(targets)
-    cells = Cells.of(
-        hidden, tail.width(weight), rows[local_targets], targets[local_targets] - tail.first
-    )
-    sums = _sweep(hidden, weight, bias, cells, tail, 0, squares=True)
-    sums.combine(tail.vocabulary_slice, local_targets, len(targets))
+    targets, outside = score_function.within_tokens(targets)
+    cells, local_targets = score_function.divide(hidden, weight, rows, targets)
+    sums = _sweep(hidden, weight, bias, cells, score_function, 0, squares=True)
+    sums.combine(score_function.vocabulary_slice, local_targets, len(targets))
     logp = sums.logprobs(rows)
     chance = sums.squares / sums.total.square()
     return (logp if outside is None else logp.masked_fill(outside, LOWEST)), chance
-
-
-class _FusedLogprobs(NamedTuple):
-    """Computes scores from products. Scores are the logits divided by the temperature."""
-
-    temperature: float
-    softcap: float | None
-    logit_scale: float
-    masks: torch.Tensor | None = None
-    """[R, W]; see token_masks.py."""
-    penalties: PenaltyTable | None = None
-    num_tokens: int | None = None
-    """The number of ids that are tokens. Later ids have no probability."""
-    banned: torch.Tensor | None = None
-    """[K] int64: ids of the whole vocabulary that have no probability."""
-    vocabulary_slice: VocabularySlice | None = None
-    """The tokens of the weight. Masks and penalties cover only these tokens."""
-
-    def within(self, vocabulary_slice: VocabularySlice | None) -> _FusedLogprobs:
-        """The function for the tokens of a slice, from masks and penalties of the whole
-        vocabulary."""
-        if vocabulary_slice is None:
-            return self
-        masks = vocabulary_slice.masks(self.masks)
-        penalties = vocabulary_slice.penalties(self.penalties)
-        return self._replace(vocabulary_slice=vocabulary_slice, masks=masks, penalties=penalties)
-
-    @property
-    def first(self) -> int:
-        return 0 if self.vocabulary_slice is None else self.vocabulary_slice.first
-
-    def width(self, weight: torch.Tensor) -> int:
-        """The number of the weight's rows that are tokens."""
-        rows = len(weight)
-        return rows if self.num_tokens is None else min(max(self.num_tokens - self.first, 0), rows)
-
-    def within_tokens(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The targets [M], in which ids that are no tokens are replaced by a token, and the places
-        of these ids (None if every id is a token). Banned targets get LOWEST from their scores."""
-        if self.num_tokens is None:
-            return targets, None
-        outside = targets >= self.num_tokens
-        return targets.masked_fill(outside, 0), outside
-
-    def local_targets(self, targets: torch.Tensor) -> torch.Tensor | slice:
-        """The indices of the targets [M] that are tokens of the weight."""
-        if self.vocabulary_slice is None:
-            return slice(None)
-        return (
-            ((targets >= self.vocabulary_slice.first) & (targets < self.vocabulary_slice.end))
-            .nonzero()
-            .squeeze(1)
-        )
-
-    def is_plain(self, hidden: torch.Tensor) -> bool:
-        """Whether a cell's arithmetic is one kernel (`_compiled`)."""
-        changes = (self.softcap, self.masks, self.penalties, self.banned)
-        changed = any(change is not None for change in changes)
-        narrow = hidden.dtype.itemsize <= torch.float32.itemsize
-        return narrow and not changed and compiles(hidden.device.type)
-
-    @property
-    def slope(self) -> float:
-        """The derivative of the scores with respect to the products, without the effect of a
-        cap."""
-        return self.logit_scale / self.temperature
-
-    def bend(self, products: torch.Tensor) -> torch.Tensor:
-        """tanh(logits / softcap), in at least float32."""
-        assert self.softcap is not None
-        return (products.to(_exact(products)) * (self.logit_scale / self.softcap)).tanh_()
-
-    def scores(
-        self, products: torch.Tensor, cell: Cell, bent: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The scores in at least float32, LOWEST for forbidden tokens. If the scores equal the
-        products, these are returned."""
-        scores = self.plain_scores(products, bent)
-        if self.penalties is not None:
-            cell_penalties = self.penalties.within(cell.rows, cell.columns)
-            scores = cell_penalties.apply(scores, self.temperature)
-        if self.banned is not None:
-            inside = self.banned - (self.first + cell.columns.start)
-            inside = inside[(inside >= 0) & (inside < scores.shape[1])]
-            scores = scores.index_fill(1, inside, LOWEST)
-        if self.masks is None:
-            return scores
-        return mask_scores(scores, self.masks[cell.rows], cell.columns.start)
-
-    def plain_scores(self, products: torch.Tensor, bent: torch.Tensor | None) -> torch.Tensor:
-        """The scores without penalties and masks."""
-        if self.softcap is None:
-            exact = products.to(_exact(products))
-            return exact if self.slope == 1.0 else exact * self.slope
-        bent = self.bend(products) if bent is None else bent
-        return bent * (self.softcap / self.temperature)
 
 
 @dataclass(eq=False)
@@ -234,13 +136,13 @@ class _Sums:
     squares: torch.Tensor
     picked: torch.Tensor
     pull: torch.Tensor | None
-    """[R, H] sum of e^(z - a) dz/dhidden, without the constant slope of the tail."""
+    """[R, H] sum of e^(z - a) dz/dhidden, without the constant slope of the scores."""
     kept_products: list[torch.Tensor]
     """The products of the first cells."""
 
     @classmethod
     def empty(cls, hidden: torch.Tensor, num_targets: int, ahead: bool) -> _Sums:
-        zeros = hidden.new_zeros(len(hidden), dtype=_exact(hidden))
+        zeros = hidden.new_zeros(len(hidden), dtype=sum_dtype(hidden))
         pull = torch.zeros_like(hidden, dtype=zeros.dtype) if ahead else None
         return cls(
             zeros + LOWEST,
@@ -311,7 +213,7 @@ def _sweep(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     cells: Cells,
-    tail: _FusedLogprobs,
+    score_function: ScoreFunction,
     room: int,
     *,
     squares: bool = False,
@@ -319,7 +221,7 @@ def _sweep(
 ) -> _Sums:
     """Runs one pass over all cells. Keeps up to `room` bytes of products."""
     sums = _Sums.empty(hidden, len(cells.order), ahead)
-    fused = tail.is_plain(hidden) and not squares and not ahead
+    fused = score_function.is_plain(hidden) and not squares and not ahead
     for index in range(len(cells.columns)):
         for cell in cells.in_column(index):
             # Step 1: the cell's products, which are kept while there is room.
@@ -329,13 +231,13 @@ def _sweep(
                 sums.kept_products.append(products)
 
             if fused:
-                sums.picked[cell.chosen] = tail.plain_scores(products[cell.places], None)
-                sums.absorb_products(cell.rows, products, tail.slope)
+                sums.picked[cell.chosen] = score_function.plain_scores(products[cell.places], None)
+                sums.absorb_products(cell.rows, products, score_function.slope)
                 continue
 
             # Step 2: the targets' scores, and the running sums of every row.
-            bent = None if tail.softcap is None else tail.bend(products)
-            scores = tail.scores(products, cell, bent)
+            bent = None if score_function.softcap is None else score_function.bend(products)
+            scores = score_function.scores(products, cell, bent)
             sums.picked[cell.chosen] = scores[cell.places]
             weights, fade = sums.absorb(cell.rows, scores, squares)
 
@@ -360,23 +262,20 @@ class _LinearLogprobs(torch.autograd.Function):
         bias: torch.Tensor | None,
         rows: torch.Tensor,
         targets: torch.Tensor,
-        tail: _FusedLogprobs,
+        score_function: ScoreFunction,
         room: int,
         ahead: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        local_targets = tail.local_targets(targets)
-        cells = Cells.of(
-            hidden, tail.width(weight), rows[local_targets], targets[local_targets] - tail.first
-        )
-        sums = _sweep(hidden, weight, bias, cells, tail, room, ahead=ahead)
-        sums.combine(tail.vocabulary_slice, local_targets, len(targets))
+        cells, local_targets = score_function.divide(hidden, weight, rows, targets)
+        sums = _sweep(hidden, weight, bias, cells, score_function, room, ahead=ahead)
+        sums.combine(score_function.vocabulary_slice, local_targets, len(targets))
         mean = sums.moment / sums.total
         pull = None if sums.pull is None else sums.pull.div_(sums.total.unsqueeze(1))
         ctx.save_for_backward(
             hidden, weight, bias, sums.top, sums.total, mean, sums.picked, pull, *sums.kept_products
         )
         ctx.cells = cells
-        ctx.tail = tail
+        ctx.score_function = score_function
         ctx.rows = rows
         ctx.local_targets = local_targets
         ctx.set_materialize_grads(False)
@@ -387,8 +286,8 @@ class _LinearLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, top, total, mean, picked, pull, *kept_products = ctx.saved_tensors
-        slopes = _Slopes.of(grads, ctx.rows, top, total, mean, ctx.tail)
-        fused = bias is None and pull is None and ctx.tail.is_plain(hidden)
+        slopes = _Slopes.of(grads, ctx.rows, top, total, mean, ctx.score_function)
+        fused = bias is None and pull is None and ctx.score_function.is_plain(hidden)
         slopes = slopes.of_targets(ctx.local_targets, ctx.cells, fused)
         if pull is not None and slopes.of_entropy is None:
             return slopes.of_hidden(pull, weight, picked, ctx.cells.places).to(hidden.dtype), *[
@@ -398,9 +297,9 @@ class _LinearLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # The outer loop is over columns, so a column's weight gradient is complete before the next
         # begins.
-        of_hidden = torch.zeros_like(hidden, dtype=_exact(hidden)) if needs_hidden else None
+        of_hidden = torch.zeros_like(hidden, dtype=sum_dtype(hidden)) if needs_hidden else None
         of_weight = torch.zeros_like(weight) if needs_weight else None
-        of_bias = torch.zeros_like(bias, dtype=_exact(bias)) if needs_bias else None
+        of_bias = torch.zeros_like(bias, dtype=sum_dtype(bias)) if needs_bias else None
 
         kept_products.reverse()
         for index, columns in enumerate(ctx.cells.columns):
@@ -418,14 +317,14 @@ class _LinearLogprobs(torch.autograd.Function):
                     of_hidden[cell.rows] += _multiply(slope, weight[columns].t())
 
                 if of_weight is not None:
-                    part = _multiply(slope.t(), hidden[cell.rows].t()).to(_exact(weight))
+                    part = _multiply(slope.t(), hidden[cell.rows].t()).to(sum_dtype(weight))
                     column = part if column is None else column.add_(part)
 
             if of_weight is not None and column is not None:
                 of_weight[columns] = column
 
-        if of_hidden is not None and ctx.tail.vocabulary_slice is not None:
-            distributed.all_reduce(of_hidden, group=ctx.tail.vocabulary_slice.ranks.group)
+        if of_hidden is not None and ctx.score_function.vocabulary_slice is not None:
+            distributed.all_reduce(of_hidden, group=ctx.score_function.vocabulary_slice.ranks.group)
 
         gradients = (of_hidden, of_weight, of_bias)
         return *(None if g is None else g.to(hidden.dtype) for g in gradients), *[None] * 5
@@ -447,7 +346,7 @@ class _Slopes(NamedTuple):
     total: torch.Tensor
     mean: torch.Tensor
     """[R] each: a, s and t / s of the module's docstring."""
-    tail: _FusedLogprobs
+    score_function: ScoreFunction
 
     @classmethod
     def of(
@@ -457,13 +356,14 @@ class _Slopes(NamedTuple):
         top: torch.Tensor,
         total: torch.Tensor,
         mean: torch.Tensor,
-        tail: _FusedLogprobs,
+        score_function: ScoreFunction,
     ) -> _Slopes:
         grad_logp, grad_entropy = grads
-        of_logp = total.new_zeros(len(rows)) if grad_logp is None else grad_logp * tail.slope
+        slope = score_function.slope
+        of_logp = total.new_zeros(len(rows)) if grad_logp is None else grad_logp * slope
         of_row = torch.zeros_like(total).index_add_(0, rows, of_logp)
-        of_entropy = None if grad_entropy is None else grad_entropy * tail.slope
-        return cls(of_logp, of_row, of_entropy, None, top, total, mean, tail)
+        of_entropy = None if grad_entropy is None else grad_entropy * slope
+        return cls(of_logp, of_row, of_entropy, None, top, total, mean, score_function)
 
     def of_targets(self, local_targets: torch.Tensor | slice, cells: Cells, fused: bool) -> _Slopes:
         """The same slopes, with `of_logp` restricted to the targets whose scores this process
@@ -477,12 +377,12 @@ class _Slopes(NamedTuple):
         if self.together is not None:
             return self._in_one_kernel(products, cell, self.together[cell.chosen])
 
-        bent = None if self.tail.softcap is None else self.tail.bend(products)
+        bent = None if self.score_function.softcap is None else self.score_function.bend(products)
 
         # Step 1: the part of every token of the vocabulary: -p times the incoming gradient, where p
         # is e^(z - a) / s, and log p + H is z - a - t / s.
         rows = cell.rows
-        below = self.tail.scores(products, cell, bent) - self.top[rows].unsqueeze(1)
+        below = self.score_function.scores(products, cell, bent) - self.top[rows].unsqueeze(1)
         slope = below.exp()
         if self.of_entropy is None:
             slope.mul_((-self.of_row[rows] / self.total[rows]).unsqueeze(1))
@@ -494,10 +394,10 @@ class _Slopes(NamedTuple):
 
         # Step 2: the part of the targets only, then through penalties and cap.
         slope.index_put_(cell.places, self.of_logp[cell.chosen], accumulate=True)
-        if self.tail.penalties is not None:
-            cell_penalties = self.tail.penalties.within(rows, cell.columns)
+        if self.score_function.penalties is not None:
+            cell_penalties = self.score_function.penalties.within(rows, cell.columns)
             slope[cell_penalties.rows, cell_penalties.tokens] *= cell_penalties.slopes(
-                self.tail.plain_scores(products, bent)
+                self.score_function.plain_scores(products, bent)
             )
 
         return slope if bent is None else slope.mul_(_slope_of(bent))
@@ -513,12 +413,12 @@ class _Slopes(NamedTuple):
         of_row = self.of_row[cell.rows]
         of_entropy = None if self.of_entropy is None else self.of_entropy[cell.rows]
         slope: torch.Tensor = _compile(_round_slopes)(
-            products, self.tail.slope, top, total, mean, of_row, of_entropy
+            products, self.score_function.slope, top, total, mean, of_row, of_entropy
         )
         rows = cell.places[0]
         at_targets = _compute_slopes(
             products[cell.places].unsqueeze(1),
-            self.tail.slope,
+            self.score_function.slope,
             top[rows],
             total[rows],
             mean[rows],
@@ -539,8 +439,9 @@ class _Slopes(NamedTuple):
         without the constant slope."""
         rows, targets = places
         slope = self.of_logp
-        if self.tail.softcap is not None:
-            slope = slope * _slope_of(picked * (self.tail.temperature / self.tail.softcap))
+        softcap = self.score_function.softcap
+        if softcap is not None:
+            slope = slope * _slope_of(picked * (self.score_function.temperature / softcap))
         gradient = pull * -self.of_row.unsqueeze(1)
         return gradient.index_add_(0, rows, weight[targets] * slope.unsqueeze(1))
 
@@ -553,11 +454,6 @@ def _on(hidden: torch.Tensor, ids: Sequence[int]) -> torch.Tensor | None:
 def _slope_of(bent: torch.Tensor) -> torch.Tensor:
     """The derivative of tanh from its values `bent`, which are overwritten."""
     return bent.square_().neg_().add_(1.0)
-
-
-def _exact(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype in which sums over such a tensor are computed."""
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _products(

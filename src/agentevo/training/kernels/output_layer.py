@@ -60,20 +60,7 @@ def token_logprobs(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Te
             allowed_logits(model, batch), batch.rows, batch.targets, batch.temperature
         )
 
-    return linear_logprobs(
-        output.hidden,
-        output.layer.weight,
-        output.layer.bias,
-        batch.rows,
-        batch.targets,
-        batch.temperature,
-        *output.tail,
-        masks=batch.masks,
-        penalties=batch.penalties,
-        vocabulary_slice=slice_of(output.layer),
-        num_tokens=_limit(model),
-        banned=banned_tokens(model),
-    )
+    return linear_logprobs(**_arguments(output, model, batch))
 
 
 def token_logprobs_and_squares(
@@ -90,20 +77,25 @@ def token_logprobs_and_squares(
         logp, _ = selected_logprobs(logits, batch.rows, batch.targets, batch.temperature)
         return logp, sum_of_squares(logits, batch.temperature)
 
-    return linear_logprobs_and_squares(
-        output.hidden,
-        output.layer.weight,
-        output.layer.bias,
-        batch.rows,
-        batch.targets,
-        batch.temperature,
-        *output.tail,
-        masks=batch.masks,
-        penalties=batch.penalties,
-        vocabulary_slice=slice_of(output.layer),
-        num_tokens=_limit(model),
-        banned=banned_tokens(model),
-    )
+    return linear_logprobs_and_squares(**_arguments(output, model, batch))
+
+
+def _arguments(output: LinearOutput, model: PreTrainedModel, batch: PackedBatch) -> dict[str, Any]:
+    """The arguments of `linear_logprobs` for a batch."""
+    return {
+        "hidden": output.hidden,
+        "weight": output.layer.weight,
+        "bias": output.layer.bias,
+        "rows": batch.rows,
+        "targets": batch.targets,
+        "temperature": batch.temperature,
+        **output.tail._asdict(),
+        "masks": batch.masks,
+        "penalties": batch.penalties,
+        "vocabulary_slice": slice_of(output.layer),
+        "num_tokens": _limit(model),
+        "banned": banned_tokens(model),
+    }
 
 
 def all_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:

@@ -8,7 +8,6 @@ its own model is another set of adapters on the same base.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -23,11 +22,11 @@ from agentevo.training.kernels.output_layer import all_logits, last_hidden
 from agentevo.training.optimization import Optimization
 from agentevo.training.parallel import gather, sum_over_ranks
 from agentevo.training.phases import phase
-from agentevo.training.roles.role_weights import load_weights, weights_of
+from agentevo.training.roles.role_weights import TrainedRole
 from agentevo.training.sharding.layouts import layouts_of
 
 
-class Critic:
+class Critic(TrainedRole):
     """A value model; see the module. It is trained with `value_loss`, a mean over tokens, from the
     columns `returns` and `values` of the samples."""
 
@@ -133,15 +132,3 @@ class Critic:
         with torch.no_grad():
             hidden = last_hidden(self.model, batch)
         return self.values_of(hidden, batch)
-
-    def state_dict(self) -> dict[str, Any]:
-        layouts = self.optimization.layouts
-        return {
-            "weights": weights_of(self.weights, layouts),
-            "optimization": self.optimization.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of state_dict."""
-        load_weights(self.weights, state["weights"], self.optimization.layouts)
-        self.optimization.load_state_dict(state["optimization"])

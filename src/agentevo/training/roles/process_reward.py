@@ -9,7 +9,6 @@ the attempt's real outcome (eq. 5).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -28,12 +27,12 @@ from agentevo.training.batching.passes import (
 )
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.optimization import Optimization
-from agentevo.training.roles.role_weights import load_weights, weights_of
+from agentevo.training.roles.role_weights import TrainedRole
 from agentevo.training.sharding.layouts import layouts_of
 from agentevo.types import Sample
 
 
-class ImplicitProcessReward:
+class ImplicitProcessReward(TrainedRole):
     """A model that scores single tokens; see the module."""
 
     def __init__(
@@ -102,15 +101,3 @@ class ImplicitProcessReward:
             "process_reward/grad_norm": norm,
             "process_reward/lr": lr,
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        layouts = self.optimization.layouts
-        return {
-            "weights": weights_of(self.weights, layouts),
-            "optimization": self.optimization.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of state_dict."""
-        load_weights(self.weights, state["weights"], self.optimization.layouts)
-        self.optimization.load_state_dict(state["optimization"])

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from agentevo.models.compute.parts import Saved, WeightPart
+from agentevo.training.optimization import Optimization
 from agentevo.training.sharding.layouts import ShardLayout, kept, part_of
 
 Layouts = Mapping[torch.nn.Parameter, ShardLayout]
@@ -33,3 +35,22 @@ def load_weights(
     """The inverse of `weights_of`; other names in `weights` are ignored."""
     for name, parameter in parameters.items():
         parameter.copy_(part_of(weights[name], parameter, layouts.get(parameter)))
+
+
+class TrainedRole:
+    """A model with an optimizer of its own, as a checkpoint has it."""
+
+    weights: Mapping[str, torch.nn.Parameter]
+    optimization: Optimization
+
+    def state_dict(self) -> dict[str, Any]:
+        layouts = self.optimization.layouts
+        return {
+            "weights": weights_of(self.weights, layouts),
+            "optimization": self.optimization.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of state_dict."""
+        load_weights(self.weights, state["weights"], self.optimization.layouts)
+        self.optimization.load_state_dict(state["optimization"])
