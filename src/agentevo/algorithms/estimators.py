@@ -15,16 +15,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from agentevo.algorithms import returns, turn_comparison
 from agentevo.algorithms.advantage_inputs import AdvantageTables, Inputs, check_tables
 from agentevo.algorithms.entries import FUNCTION, EntryTable, Value, check_function
 from agentevo.algorithms.group_relative import SCORES, AdvantageEntry
 from agentevo.algorithms.lazy_torch import torch
+from agentevo.algorithms.returns import RECURSIONS, make_stream
+from agentevo.algorithms.turn_comparison import COMPARISONS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ADVANTAGES = EntryTable("advantage", AdvantageEntry, SCORES, turn_comparison.RECURSIONS)
+ADVANTAGES = EntryTable("advantage", AdvantageEntry, SCORES, RECURSIONS, COMPARISONS)
 
 
 @ADVANTAGES.entry(
@@ -52,7 +53,7 @@ class Advantage:
     def is_recursion(self) -> bool:
         """Whether the estimator is a recursion over tokens or turns, and not one number per
         trajectory."""
-        return self.name in turn_comparison.RECURSIONS
+        return self.name in RECURSIONS or self.name in COMPARISONS
 
     def monte_carlo(self) -> Advantage:
         """The same estimator with lambda 1, so that it does not depend on a critic."""
@@ -87,7 +88,7 @@ class Advantage:
             result = torch.where(inputs.mask, values, 0.0)
             return result, result.clone()
 
-        stream = returns.make_stream(inputs)
+        stream = make_stream(inputs)
         advantages, targets = (
             rewards.new_zeros(rewards.numel())
             .index_copy_(0, stream.index, _fitting(part, rewards))

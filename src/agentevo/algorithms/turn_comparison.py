@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from agentevo.algorithms.entries import Hyperparameter
-from agentevo.algorithms.group_relative import EPSILON, SCALE_BY_STD, Members, grpo
+from agentevo.algorithms.entries import EntryTable, Hyperparameter
+from agentevo.algorithms.group_relative import (
+    EPSILON,
+    SCALE_BY_STD,
+    AdvantageEntry,
+    Members,
+    grpo,
+)
 from agentevo.algorithms.lazy_torch import torch
 from agentevo.algorithms.returns import (
-    RECURSIONS,
     TURN_GAMMA,
     TurnStream,
     discount_sums,
@@ -35,7 +40,11 @@ _TURN_BASELINE = Hyperparameter(
 )
 
 
-@RECURSIONS.entry(
+COMPARISONS = EntryTable("advantage", AdvantageEntry)
+"""Estimators that compare turns, (inputs, stream, **hyper) -> advantages [M], returns [M]."""
+
+
+@COMPARISONS.entry(
     meaning="return-to-go of each turn against all turns of the group",
     formula="R_k = r_k + gamma R_{k+1}; A_k = (R_k - mean) / (std + epsilon), mean and std over "
     "the turns of the group, or over its k-th turns; returns R",
@@ -61,7 +70,7 @@ def turn_returns(
     return spread(advantages, stream.turn), spread(returns, stream.turn)
 
 
-@RECURSIONS.entry(
+@COMPARISONS.entry(
     meaning="return-to-go of each turn along the tree of turns, against all turns of the group",
     formula="R_k = r_k + gamma sum of R over the turns that continue k; A_k = (R_k - mean) / (std "
     "+ epsilon), mean and std over the turns of the group, or over those as deep as k; returns R",
@@ -93,7 +102,7 @@ def tree_returns(
     return spread(advantages, stream.turn), spread(returns, stream.turn)
 
 
-@RECURSIONS.entry(
+@COMPARISONS.entry(
     meaning="the score of the attempt against its group, and what followed each turn against what "
     "followed other turns of the group that answered the same observation (GiGPO)",
     formula="A_k = (s_i - mu_g) / (std_g + epsilon) + turn_weight (R_k - mean_x) / (std_x + "
@@ -140,7 +149,7 @@ def gigpo(
     return spread(advantages, stream.turn), spread(returns, stream.turn)
 
 
-@RECURSIONS.entry(
+@COMPARISONS.entry(
     meaning="the credit that your own function gives each turn (algorithm.credit)",
     formula="R_k = credit(group)_k; A_k = (R_k - mean) / (std + epsilon), mean and std over the "
     "turns of the group, or over its k-th turns; turn_baseline=none: A_k = R_k; returns R",
