@@ -389,6 +389,30 @@ def turn_returns(batch: Batch, gamma: float, **comparison: Any) -> tuple[PerToke
     return of_turns(batch, numbers, in_order, **comparison)
 
 
+def observations(batch: Batch) -> np.ndarray:
+    """[S, T]: what the turn of each token answers, of three observations."""
+    return batch.turns % 3
+
+
+def gigpo(
+    batch: Batch, gamma: float, turn_weight: float, scale_by_std: bool, epsilon: float
+) -> tuple[PerToken, PerToken]:
+    def answered(own: list[list[Token]]) -> list[int]:
+        return [int(observations(batch)[turn[0]]) for turn in own]
+
+    def numbers(own: list[list[Token]]) -> list[float]:
+        return to_go([math.fsum(batch.rewards[token] for token in turn) for turn in own], gamma)
+
+    of_attempts = grpo(batch, scale_by_std, epsilon)
+    compared, returns = of_turns(batch, numbers, answered, scale_by_std, epsilon, "place")
+    advantages = {
+        token: of_attempts[owner] + turn_weight * compared[token]
+        for owner, tokens in owned(batch).items()
+        for token in tokens
+    }
+    return advantages, returns
+
+
 def credit(batch: Batch, **comparison: Any) -> tuple[PerToken, PerToken]:
     def numbers(own: list[list[Token]]) -> list[float]:
         return [float(batch.process[turn[0]]) for turn in own]
@@ -505,6 +529,7 @@ PER_TOKEN = {
         turn_returns,
         otb,
         tree_returns,
+        gigpo,
         credit,
         prime,
     )

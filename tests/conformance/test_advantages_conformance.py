@@ -12,7 +12,14 @@ from by_name import advantage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow import soak
-from slow_advantages import PER_TOKEN, PER_TRAJECTORY, Batch, owned, slow_advantage
+from slow_advantages import (
+    PER_TOKEN,
+    PER_TRAJECTORY,
+    Batch,
+    observations,
+    owned,
+    slow_advantage,
+)
 
 from agentevo.algorithms.entries import FUNCTION
 from agentevo.algorithms.estimators import ADVANTAGES
@@ -126,6 +133,7 @@ def ours(
         group_ids=batch.groups,
         turn_ids=None if batch.turns is None else torch.tensor(batch.turns),
         turn_parents=torch.tensor(batch.parents) if name == "tree_returns" else None,
+        turn_observations=torch.tensor(observations(batch)) if name == "gigpo" else None,
         trajectory_ids=batch.trajectories,
         reward_weights=batch.weights if name == "gdpo" else None,
         **{key: given[key] for key in ADVANTAGES[name].needs if key in given},
@@ -337,7 +345,11 @@ def test_a_group_of_one_has_advantage_0(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *(name for name in AGAINST_GROUP if name not in ("turn_returns", "tree_returns", "prime")),
+        *(
+            name
+            for name in AGAINST_GROUP
+            if name not in ("turn_returns", "tree_returns", "gigpo", "prime")
+        ),
         "batch_norm",
         "reinforce_pp",
     ],
@@ -381,6 +393,7 @@ def test_what_can_be_trained_gets_no_gradient(name: str) -> None:
     }
     more |= {"baseline_rewards": torch.zeros(2), "reward_parts": {"a": torch.zeros(2)}}
     more |= {"process_rewards": ones, "turn_credit": ones, "turn_parents": -torch.ones(2, 3).long()}
+    more |= {"turn_observations": torch.zeros(2, 3).long()}
     needed = {key: more[key] for key in ADVANTAGES[name].needs}
     found = advantage(
         name, token_rewards=ones * 2, mask=torch.ones(2, 3), group_ids=[0, 0], **needed

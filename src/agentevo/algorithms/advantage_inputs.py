@@ -41,6 +41,8 @@ class AdvantageTables:
     """[S, T] integers: the turn of each trained token, increasing along the trajectory."""
     turn_parents: Tensor | None = None
     """[S, T] integers: the turn that this one continues."""
+    turn_observations: Tensor | None = None
+    """[S, T] integers: turns of a group that answer the same observation have the same number."""
     reward_parts: Mapping[str, Tensor] | Tensor | None = None
     """Name -> [S], or [K, S]: the trajectory's score by each reward, repeated at each of its
     rows."""
@@ -85,6 +87,8 @@ class Inputs:
     turn_ids: Tensor | None
     """[S, T] int64."""
     turn_parents: Tensor | None
+    """[S, T] int64."""
+    turn_observations: Tensor | None
     """[S, T] int64."""
     reward_parts: Tensor | None
     """[K, N]."""
@@ -151,6 +155,7 @@ def check_tables(tables: AdvantageTables) -> Inputs:
         else _per_row("baseline_rewards", baseline, row_length > 0.0),
         turn_ids=_turns("turn_ids", tables.turn_ids, trained),
         turn_parents=_turns("turn_parents", tables.turn_parents, trained),
+        turn_observations=_turns("turn_observations", tables.turn_observations, trained),
         reward_parts=None if parts is None else _parts(parts, trajectory, counts),
         reward_weights=None if parts is None else _weights(tables.reward_weights, parts),
         logp=_table("logp", tables.logp, trained),

@@ -1,11 +1,11 @@
 """Advantages by name: how much better each trained token was than expected.
 
 `bind_advantage` makes one from its name and hyper-parameters. Called with tables, it checks them
-and computes by one function of `group_relative` (a number per trajectory) or `returns` (a recursion
-over tokens or turns). Invariants: values at masked-out places have no influence; results are 0
-there; all statistics are in float64; nothing depends on padding or on the order of rows and groups
-beyond rounding; no result is NaN or infinite (numbers are bounded to +-1e100 inside and to the
-range of the dtype outside).
+and computes by one function of `group_relative` (a number per trajectory), or of `returns` or
+`turn_comparison` (a recursion over tokens or turns). Invariants: values at masked-out places have
+no influence; results are 0 there; all statistics are in float64; nothing depends on padding or on
+the order of rows and groups beyond rounding; no result is NaN or infinite (numbers are bounded to
++-1e100 inside and to the range of the dtype outside).
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from agentevo.algorithms import returns
 from agentevo.algorithms.advantage_inputs import AdvantageTables, Inputs, check_tables
 from agentevo.algorithms.entries import FUNCTION, EntryTable, Value, check_function
 from agentevo.algorithms.group_relative import SCORES, AdvantageEntry
 from agentevo.algorithms.lazy_torch import torch
+from agentevo.algorithms.returns import RECURSIONS, make_stream
+from agentevo.algorithms.turn_comparison import COMPARISONS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ADVANTAGES = EntryTable("advantage", AdvantageEntry, SCORES, returns.RECURSIONS)
+ADVANTAGES = EntryTable("advantage", AdvantageEntry, SCORES, RECURSIONS, COMPARISONS)
 
 
 @ADVANTAGES.entry(
@@ -52,7 +53,7 @@ class Advantage:
     def is_recursion(self) -> bool:
         """Whether the estimator is a recursion over tokens or turns, and not one number per
         trajectory."""
-        return self.name in returns.RECURSIONS
+        return self.name in RECURSIONS or self.name in COMPARISONS
 
     def monte_carlo(self) -> Advantage:
         """The same estimator with lambda 1, so that it does not depend on a critic."""
@@ -87,7 +88,7 @@ class Advantage:
             result = torch.where(inputs.mask, values, 0.0)
             return result, result.clone()
 
-        stream = returns.make_stream(inputs)
+        stream = make_stream(inputs)
         advantages, targets = (
             rewards.new_zeros(rewards.numel())
             .index_copy_(0, stream.index, _fitting(part, rewards))

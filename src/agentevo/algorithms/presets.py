@@ -265,6 +265,13 @@ PRESETS: Mapping[str, Preset] = {
             _policy_parts("turn_returns"),
         ),
         Preset(
+            "gigpo",
+            "GRPO, and each turn against turns of its group that answered the same observation: "
+            "credit per turn without a critic",
+            "arXiv 2505.10978",
+            _policy_parts("gigpo"),
+        ),
+        Preset(
             "dpo",
             "the best attempt of each group against the worst, on fresh groups (online) or on "
             "given pairs",

@@ -19,7 +19,7 @@ from agentevo.types import Sample, Trajectory
 
 JUDGES = frozenset({"llm_judge", "agentcpm", "ruler"})
 """Rewards that call remote models even if the recipe names none."""
-KNOWN_NEEDS = frozenset({"baseline_rewards", "reward_parts", "turn_parents"})
+KNOWN_NEEDS = frozenset({"baseline_rewards", "reward_parts", "turn_observations", "turn_parents"})
 
 
 MAX_CELLS = 50_000_000

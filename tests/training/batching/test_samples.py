@@ -18,6 +18,7 @@ from agentevo.training.batching.samples import (
 )
 from agentevo.training.batching.selection import select
 from agentevo.types import SamplingOverrides, Trajectory, Turn
+from agentevo.types.image_span import ImageSpan
 
 GRPO = AlgorithmSection()
 
@@ -236,6 +237,35 @@ def test_each_turn_gets_what_came_after_it():
         [0.25],
         [0.25, 0.25],
         [-0.75],
+    ]
+
+
+def test_turns_are_compared_with_those_that_answer_the_same_observation():
+    """gigpo: both attempts answer [1] first, where b earned 1 and a 0; each answers something else
+    in its second turn, or sees another picture there."""
+    seen = ImageSpan(0, 1, (1, 1, 1), "a" * 64)
+    unlike = ImageSpan(0, 1, (1, 1, 1), "b" * 64)
+
+    def two_turns(name: str, reward: float, image: ImageSpan) -> Trajectory:
+        second = msgspec.structs.replace(
+            turn(1, None, [7], [5]), images=(image,), processor="p", reward=reward
+        )
+        return attempt(name, reward, turns=[turn(0, None, [1], [3, 4]), second])
+
+    section = AlgorithmSection(name="gigpo", gamma=0.5, turn_weight=2.0, scale_by_std=False)
+    apart, _ = made([two_turns("a", 0.0, seen), two_turns("b", 1.0, unlike)], section)
+    alike, _ = made([two_turns("a", 0.0, seen), two_turns("b", 1.0, seen)], section)
+    assert [sample.advantages.tolist() for sample in apart] == [
+        [-1.0, -1.0],
+        [-0.5],
+        [1.0, 1.0],
+        [0.5],
+    ]
+    assert [sample.advantages.tolist() for sample in alike] == [
+        [-1.0, -1.0],
+        [-1.5],
+        [1.0, 1.0],
+        [1.5],
     ]
 
 

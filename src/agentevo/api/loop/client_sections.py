@@ -111,11 +111,11 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
         "importance_age_power train_observations reward_weights entropy_coef entropy_target "
         "drop_zero_variance drop_truncated keep_groups preference_loss pairs pairs_per_group "
         "pair_margin dynamic_sampling rlpr_beta rlpr_decay rlpr_record_from rlpr_start "
-        "length_shaping length_max length_buffer length_weight length_rewards epsilon scale_by_std "
-        "whiten gamma lam turn_gamma turn_lam turn_baseline process_coef handle_zero_tail clip_low "
-        "clip_high dual_clip tau_pos tau_neg cap beta fraction low high coef token_level_loss "
-        "strict_in_bound skip_length_normalization cap_ratio mode norm label_smoothing "
-        "desirable_weight undesirable_weight",
+        "length_shaping length_max length_buffer length_weight length_rewards epsilon "
+        "scale_by_std whiten gamma lam turn_gamma turn_lam turn_baseline turn_weight process_coef "
+        "handle_zero_tail clip_low clip_high dual_clip tau_pos tau_neg cap beta fraction low high "
+        "coef token_level_loss strict_in_bound skip_length_normalization cap_ratio mode norm "
+        "label_smoothing desirable_weight undesirable_weight",
         reference_model=_check_model_name,
     ),
     "checkpoint": _keys("every keep_last keep_best background"),

@@ -133,6 +133,9 @@ def _inputs_of(
     if "turn_parents" in needs:
         inputs["turn_parents"] = _parent_table(rows, turn_ids)
 
+    if "turn_observations" in needs:
+        inputs["turn_observations"] = _observation_table(rows, turn_ids)
+
     return inputs
 
 
@@ -173,6 +176,23 @@ def _parent_table(rows: Sequence[SampleRow], turn_ids: torch.Tensor) -> torch.Te
     for index, (trajectory, _, turns) in enumerate(rows):
         parents = [-1 if turn.parent is None else turn.parent for turn in trajectory.turns]
         table[index, : len(turns)] = torch.tensor(parents)[torch.from_numpy(turns)]
+    return table
+
+
+def _observation_table(rows: Sequence[SampleRow], turn_ids: torch.Tensor) -> torch.Tensor:
+    """[S, T] int64: a number for what the turn of each trained token answers: the new tokens of its
+    prompt, and their images. -1 for padding."""
+    numbers: dict[tuple[bytes, tuple[str, ...]], int] = {}
+    table = torch.full_like(turn_ids, -1)
+    for index, (trajectory, _, turns) in enumerate(rows):
+        of_turns = torch.full((len(trajectory.turns),), -1)
+        for number in set(turns.tolist()):
+            turn = trajectory.turns[number]
+            ids = np.asarray(turn.prompt_ids, dtype=np.int64).tobytes()
+            images = tuple(image.digest for image in turn.images)
+            of_turns[number] = numbers.setdefault((ids, images), len(numbers))
+        table[index, : len(turns)] = of_turns[torch.from_numpy(turns)]
+
     return table
 
 
