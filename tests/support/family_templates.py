@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerFast
 
+from agentevo.models.chat.model_template import template_text
 from agentevo.models.tiny_tokenizer import byte_tokenizer
 
 _ITEMS = "{%- for k, v in c.function.arguments.items() -%}"
@@ -77,7 +78,15 @@ GEMMA_THOUGHTS = GEMMA.removesuffix("{%- endif -%}") + (
 )
 """Its large models: the prompt has an empty thought, or opens one after the result of a tool."""
 
+DEEPSEEK_V32 = template_text("deepseek_v32")
+DEEPSEEK_V4 = template_text("deepseek_v4")
+"""Those that AgentEvo ships, because the checkpoints have none."""
+
+_DSML = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>",
+         "<think>", "</think>", "｜DSML｜")  # fmt: skip
 _MARKS = {
+    DEEPSEEK_V32: _DSML,
+    DEEPSEEK_V4: _DSML,
     GLM: ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
           "<|endoftext|>"),
     NEMOTRON: ("<|im_start|>", "<|im_end|>"),
@@ -85,7 +94,17 @@ _MARKS = {
             "<|tool_response>", "<tool_response|>", '<|"|>', "<|channel>", "<channel|>"),
 }  # fmt: skip
 _MARKS[GEMMA_THOUGHTS] = _MARKS[GEMMA]
-_EOS = {GLM: "<|endoftext|>", NEMOTRON: "<|im_end|>", GEMMA: "<turn|>", GEMMA_THOUGHTS: "<turn|>"}
+_BOS = {GEMMA: "<bos>", GEMMA_THOUGHTS: "<bos>"} | dict.fromkeys(
+    (DEEPSEEK_V32, DEEPSEEK_V4), "<｜begin▁of▁sentence｜>"
+)
+_EOS = {
+    GLM: "<|endoftext|>",
+    NEMOTRON: "<|im_end|>",
+    GEMMA: "<turn|>",
+    GEMMA_THOUGHTS: "<turn|>",
+    DEEPSEEK_V32: "<｜end▁of▁sentence｜>",
+    DEEPSEEK_V4: "<｜end▁of▁sentence｜>",
+}
 
 
 def family_tokenizer(template: str) -> PreTrainedTokenizerFast:
@@ -93,7 +112,7 @@ def family_tokenizer(template: str) -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens(
         {"additional_special_tokens": list(_MARKS[template]), "eos_token": _EOS[template]}
     )
-    if template in (GEMMA, GEMMA_THOUGHTS):
-        tokenizer.bos_token = "<bos>"
+    if template in _BOS:
+        tokenizer.bos_token = _BOS[template]
     tokenizer.chat_template = template
     return tokenizer
