@@ -1,6 +1,6 @@
 """Families whose templates end a message with the next role (GLM), leave an opened thought empty
-(Nemotron 3), or end a call at its result (Gemma 4); and DeepSeek V3.2 and V4, whose templates
-AgentEvo ships."""
+(Nemotron 3) or out (MiniMax M2), or end a call at its result (Gemma 4); and DeepSeek V3.2 and V4,
+whose templates AgentEvo ships."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from family_templates import (
     GEMMA,
     GEMMA_THOUGHTS,
     GLM,
+    MINIMAX,
     NEMOTRON,
     family_tokenizer,
 )
@@ -30,10 +31,18 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 TOOLS = ToolSchemas.of([TOOL])
 USER = Message("user", "1+1?")
 DEEPSEEK_END = "<｜end▁of▁sentence｜>"
+ENDS = {GLM: "<|user|>", NEMOTRON: "<|im_end|>", GEMMA: "<turn|>", MINIMAX: "[e~["}
 CALLS = (ToolCall("add", '{"a": 1, "b": "x, {y}"}', "call00001"),)
 CALL = Message("assistant", "", CALLS)
 RESULT = Message("tool", "2", tool_call_id="call00001", name="add")
-NAMES = {GLM: "glm", NEMOTRON: "nemotron", GEMMA: "gemma", DEEPSEEK_V32: "v32", DEEPSEEK_V4: "v4"}
+NAMES = {
+    GLM: "glm",
+    NEMOTRON: "nemotron",
+    GEMMA: "gemma",
+    MINIMAX: "minimax",
+    DEEPSEEK_V32: "v32",
+    DEEPSEEK_V4: "v4",
+}
 CHATS = {template: ChatFormat(family_tokenizer(template)) for template in NAMES}
 families = pytest.mark.parametrize("template", CHATS, ids=NAMES.values())
 
@@ -75,6 +84,8 @@ def test_a_tool_loop_in_pieces_is_what_the_template_renders(template):
     expected = whole(chat, USER, CALL, RESULT)
     if template == NEMOTRON:  # the drawn text continues the thought that the prompt opens
         expected = expected.replace("<think></think>", "<think>\n</think>", 1)
+    if template == MINIMAX:
+        expected = expected.replace("]~b]ai\n", "]~b]ai\n<think>\n\n</think>\n\n", 1)
     assert text_of(chat, joined) == expected
 
 
@@ -187,7 +198,7 @@ def test_rows_of_data_train_what_the_policy_has_to_say(template, calls):
         if trained and not after
     ]
     names = chat.tokenizer.convert_ids_to_tokens(ends)
-    last = {GLM: "<|user|>", NEMOTRON: "<|im_end|>", GEMMA: "<turn|>"}.get(template, DEEPSEEK_END)
+    last = ENDS.get(template, DEEPSEEK_END)
     first = {GLM: "<|observation|>", GEMMA: "<|tool_response>"}.get(template, last)
     assert names == [first if calls else last, last]
 
@@ -245,8 +256,9 @@ def test_the_notations_of_deepseek_are_those_of_its_encoders():
     call = Message("assistant", "Wait.", (first, second), reasoning="so")
     results = [Message("tool", "2", tool_call_id="1"), Message("tool", "3", tool_call_id="2")]
     invocations = (
-        '<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="false">1'
-        '</｜DSML｜parameter>\n<｜DSML｜parameter name="b" string="true">x, {y}</｜DSML｜parameter>\n'
+        '<｜DSML｜invoke name="add">\n'
+        '<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="b" string="true">x, {y}</｜DSML｜parameter>\n'
         '</｜DSML｜invoke>\n<｜DSML｜invoke name="add">\n\n</｜DSML｜invoke>\n'
     )
     for template, block, after in (

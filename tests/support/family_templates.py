@@ -78,6 +78,32 @@ GEMMA_THOUGHTS = GEMMA.removesuffix("{%- endif -%}") + (
 )
 """Its large models: the prompt has an empty thought, or opens one after the result of a tool."""
 
+MINIMAX = (
+    "{{- ']~!b[]~b]system\n' -}}"
+    "{{- messages[0].content if messages[0].role == 'system' else 'You are helpful.' -}}"
+    "{%- if tools -%}{{- '\n\n# Tools\n' + (tools | tojson) -}}{%- endif -%}{{- '[e~[\n' -}}"
+    "{%- set ns = namespace(asked=-1) -%}{%- for m in messages if m.role == 'user' -%}"
+    "{%- set ns.asked = messages.index(m) -%}{%- endfor -%}"
+    "{%- for m in messages -%}"
+    "{%- if m.role == 'assistant' -%}{{- ']~b]ai\n' -}}"
+    "{%- if m.reasoning_content and loop.index0 > ns.asked -%}"
+    "{{- '<think>\n' + m.reasoning_content + '\n</think>\n\n' -}}{%- endif -%}"
+    "{{- m.content or '' -}}"
+    "{%- if m.tool_calls -%}{{- '\n<minimax:tool_call>\n' -}}" + _CALLS
+    + "{{- '<invoke name=\"' + c.function.name + '\">\n' -}}" + _ITEMS
+    + "{{- '<parameter name=\"' + k + '\">' -}}" + _RAW + "{{- '</parameter>\n' -}}" + _END
+    + "{{- '</invoke>\n' -}}" + _END + "{{- '</minimax:tool_call>' -}}{%- endif -%}"
+    "{{- '[e~[\n' -}}"
+    "{%- elif m.role == 'tool' -%}"
+    "{%- if messages[loop.index0 - 1].role != 'tool' -%}{{- ']~b]tool' -}}{%- endif -%}"
+    "{{- '\n<response>' + m.content + '</response>' -}}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '[e~[\n' -}}"
+    "{%- endif -%}"
+    "{%- elif m.role == 'user' -%}{{- ']~b]user\n' + m.content + '[e~[\n' -}}{%- endif -%}"
+    + _END + "{%- if add_generation_prompt -%}{{- ']~b]ai\n<think>\n' -}}{%- endif -%}"
+)  # fmt: skip
+"""MiniMax M2: the generation prompt opens a thought, which the history leaves out."""
+
 DEEPSEEK_V32 = template_text("deepseek_v32")
 DEEPSEEK_V4 = template_text("deepseek_v4")
 """Those that AgentEvo ships, because the checkpoints have none."""
@@ -85,6 +111,8 @@ DEEPSEEK_V4 = template_text("deepseek_v4")
 _DSML = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>",
          "<think>", "</think>", "｜DSML｜")  # fmt: skip
 _MARKS = {
+    MINIMAX: ("]~!b[", "]~b]", "[e~[", "<think>", "</think>", "<minimax:tool_call>",
+              "</minimax:tool_call>"),
     DEEPSEEK_V32: _DSML,
     DEEPSEEK_V4: _DSML,
     GLM: ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
@@ -102,6 +130,7 @@ _EOS = {
     NEMOTRON: "<|im_end|>",
     GEMMA: "<turn|>",
     GEMMA_THOUGHTS: "<turn|>",
+    MINIMAX: "[e~[",
     DEEPSEEK_V32: "<｜end▁of▁sentence｜>",
     DEEPSEEK_V4: "<｜end▁of▁sentence｜>",
 }
