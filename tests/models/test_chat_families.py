@@ -1,5 +1,6 @@
 """Families whose templates end a message with the next role (GLM), leave an opened thought empty
-(Nemotron 3), or end a call at its result (Gemma 4)."""
+(Nemotron 3) or out (MiniMax M2), or end a call at its result (Gemma 4); and DeepSeek V3.2 and V4,
+whose templates AgentEvo ships."""
 
 from __future__ import annotations
 
@@ -7,7 +8,16 @@ import json
 from dataclasses import replace
 
 import pytest
-from family_templates import GEMMA, GEMMA_THOUGHTS, GLM, NEMOTRON, family_tokenizer
+from family_templates import (
+    DEEPSEEK_V4,
+    DEEPSEEK_V32,
+    GEMMA,
+    GEMMA_THOUGHTS,
+    GLM,
+    MINIMAX,
+    NEMOTRON,
+    family_tokenizer,
+)
 
 from agentevo.agents.policy import Reply
 from agentevo.data import ChatRow
@@ -20,11 +30,21 @@ from agentevo.types import Message, ToolCall
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 TOOLS = ToolSchemas.of([TOOL])
 USER = Message("user", "1+1?")
+DEEPSEEK_END = "<｜end▁of▁sentence｜>"
+ENDS = {GLM: "<|user|>", NEMOTRON: "<|im_end|>", GEMMA: "<turn|>", MINIMAX: "[e~["}
 CALLS = (ToolCall("add", '{"a": 1, "b": "x, {y}"}', "call00001"),)
 CALL = Message("assistant", "", CALLS)
 RESULT = Message("tool", "2", tool_call_id="call00001", name="add")
-CHATS = {template: ChatFormat(family_tokenizer(template)) for template in (GLM, NEMOTRON, GEMMA)}
-families = pytest.mark.parametrize("template", CHATS, ids=["glm", "nemotron", "gemma"])
+NAMES = {
+    GLM: "glm",
+    NEMOTRON: "nemotron",
+    GEMMA: "gemma",
+    MINIMAX: "minimax",
+    DEEPSEEK_V32: "v32",
+    DEEPSEEK_V4: "v4",
+}
+CHATS = {template: ChatFormat(family_tokenizer(template)) for template in NAMES}
+families = pytest.mark.parametrize("template", CHATS, ids=NAMES.values())
 
 
 def text_of(chat, ids):
@@ -64,6 +84,8 @@ def test_a_tool_loop_in_pieces_is_what_the_template_renders(template):
     expected = whole(chat, USER, CALL, RESULT)
     if template == NEMOTRON:  # the drawn text continues the thought that the prompt opens
         expected = expected.replace("<think></think>", "<think>\n</think>", 1)
+    if template == MINIMAX:
+        expected = expected.replace("]~b]ai\n", "]~b]ai\n<think>\n\n</think>\n\n", 1)
     assert text_of(chat, joined) == expected
 
 
@@ -176,7 +198,7 @@ def test_rows_of_data_train_what_the_policy_has_to_say(template, calls):
         if trained and not after
     ]
     names = chat.tokenizer.convert_ids_to_tokens(ends)
-    last = {GLM: "<|user|>", NEMOTRON: "<|im_end|>", GEMMA: "<turn|>"}[template]
+    last = ENDS.get(template, DEEPSEEK_END)
     first = {GLM: "<|observation|>", GEMMA: "<|tool_response>"}.get(template, last)
     assert names == [first if calls else last, last]
 
@@ -204,3 +226,57 @@ def test_a_demonstration_in_glm_goes_on_with_the_role_of_the_next_message():
     text = chat.tokenizer.decode(sample.ids.tolist())
     assert "two<|user|><|system|>\nBe brief.<|user|>\n1+1?<|assistant|>" in text
     assert "two<|user|><|assistant|>\n<think></think>\ntwo<|user|>" in text
+
+
+@pytest.mark.parametrize("template", [DEEPSEEK_V32, DEEPSEEK_V4], ids=["v32", "v4"])
+def test_thoughts_of_deepseek_are_in_the_prompt_and_the_history(template):
+    chat = CHATS[template]
+    assert chat.opening == "<think>" and chat.parser.name == "dsml"
+    for message, text in (
+        (Message("assistant", "two", reasoning="so"), "so</think>two"),
+        (Message("assistant", "two"), "</think>two"),
+    ):
+        ids = chat.completion(message)
+        assert text_of(chat, ids) == text + DEEPSEEK_END
+        joined = chat.first_prompt([USER]) + ids + chat.continuation([USER], ended_with_stop=True)
+        mapping = {"role": "assistant", "content": "two", "reasoning_content": message.reasoning}
+        user = {"role": "user", "content": USER.text}
+        assert text_of(chat, joined) == chat.tokenizer.apply_chat_template(
+            [user, mapping, user], tokenize=False, add_generation_prompt=True
+        )
+
+    plain = chat.with_values(TemplateValues.of({"enable_thinking": False}))
+    assert plain.opening == "" and text_of(chat, plain.first_prompt([USER])).endswith("</think>")
+    assert text_of(chat, plain.completion(Message("assistant", "two"))).startswith("two<")
+
+
+def test_the_notations_of_deepseek_are_those_of_its_encoders():
+    """The texts are those of encoding_dsv32.py and encoding_dsv4.py."""
+    first, second = (ToolCall("add", '{"a": 1, "b": "x, {y}"}', "1"), ToolCall("add", "{}", "2"))
+    call = Message("assistant", "Wait.", (first, second), reasoning="so")
+    results = [Message("tool", "2", tool_call_id="1"), Message("tool", "3", tool_call_id="2")]
+    invocations = (
+        '<｜DSML｜invoke name="add">\n'
+        '<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="b" string="true">x, {y}</｜DSML｜parameter>\n'
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="add">\n\n</｜DSML｜invoke>\n'
+    )
+    for template, block, after in (
+        (
+            DEEPSEEK_V32,
+            "function_calls",
+            "\n\n<function_results>\n<result>2</result>\n<result>3</result>\n</function_results>"
+            "\n\n<think>",
+        ),
+        (
+            DEEPSEEK_V4,
+            "tool_calls",
+            "<｜User｜><tool_result>2</tool_result>\n\n<tool_result>3</tool_result>"
+            "<｜Assistant｜><think>",
+        ),
+    ):
+        chat = CHATS[template]
+        assert text_of(chat, chat.completion(call)) == (
+            f"so</think>Wait.\n\n<｜DSML｜{block}>\n{invocations}</｜DSML｜{block}>" + DEEPSEEK_END
+        )
+        assert text_of(chat, chat.continuation(results, ended_with_stop=True)) == after

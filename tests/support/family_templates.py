@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerFast
 
+from agentevo.models.chat.model_template import template_text
 from agentevo.models.tiny_tokenizer import byte_tokenizer
 
 _ITEMS = "{%- for k, v in c.function.arguments.items() -%}"
@@ -77,7 +78,43 @@ GEMMA_THOUGHTS = GEMMA.removesuffix("{%- endif -%}") + (
 )
 """Its large models: the prompt has an empty thought, or opens one after the result of a tool."""
 
+MINIMAX = (
+    "{{- ']~!b[]~b]system\n' -}}"
+    "{{- messages[0].content if messages[0].role == 'system' else 'You are helpful.' -}}"
+    "{%- if tools -%}{{- '\n\n# Tools\n' + (tools | tojson) -}}{%- endif -%}{{- '[e~[\n' -}}"
+    "{%- set ns = namespace(asked=-1) -%}{%- for m in messages if m.role == 'user' -%}"
+    "{%- set ns.asked = messages.index(m) -%}{%- endfor -%}"
+    "{%- for m in messages -%}"
+    "{%- if m.role == 'assistant' -%}{{- ']~b]ai\n' -}}"
+    "{%- if m.reasoning_content and loop.index0 > ns.asked -%}"
+    "{{- '<think>\n' + m.reasoning_content + '\n</think>\n\n' -}}{%- endif -%}"
+    "{{- m.content or '' -}}"
+    "{%- if m.tool_calls -%}{{- '\n<minimax:tool_call>\n' -}}" + _CALLS
+    + "{{- '<invoke name=\"' + c.function.name + '\">\n' -}}" + _ITEMS
+    + "{{- '<parameter name=\"' + k + '\">' -}}" + _RAW + "{{- '</parameter>\n' -}}" + _END
+    + "{{- '</invoke>\n' -}}" + _END + "{{- '</minimax:tool_call>' -}}{%- endif -%}"
+    "{{- '[e~[\n' -}}"
+    "{%- elif m.role == 'tool' -%}"
+    "{%- if messages[loop.index0 - 1].role != 'tool' -%}{{- ']~b]tool' -}}{%- endif -%}"
+    "{{- '\n<response>' + m.content + '</response>' -}}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '[e~[\n' -}}"
+    "{%- endif -%}"
+    "{%- elif m.role == 'user' -%}{{- ']~b]user\n' + m.content + '[e~[\n' -}}{%- endif -%}"
+    + _END + "{%- if add_generation_prompt -%}{{- ']~b]ai\n<think>\n' -}}{%- endif -%}"
+)  # fmt: skip
+"""MiniMax M2: the generation prompt opens a thought, which the history leaves out."""
+
+DEEPSEEK_V32 = template_text("deepseek_v32")
+DEEPSEEK_V4 = template_text("deepseek_v4")
+"""Those that AgentEvo ships, because the checkpoints have none."""
+
+_DSML = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>",
+         "<think>", "</think>", "｜DSML｜")  # fmt: skip
 _MARKS = {
+    MINIMAX: ("]~!b[", "]~b]", "[e~[", "<think>", "</think>", "<minimax:tool_call>",
+              "</minimax:tool_call>"),
+    DEEPSEEK_V32: _DSML,
+    DEEPSEEK_V4: _DSML,
     GLM: ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
           "<|endoftext|>"),
     NEMOTRON: ("<|im_start|>", "<|im_end|>"),
@@ -85,7 +122,18 @@ _MARKS = {
             "<|tool_response>", "<tool_response|>", '<|"|>', "<|channel>", "<channel|>"),
 }  # fmt: skip
 _MARKS[GEMMA_THOUGHTS] = _MARKS[GEMMA]
-_EOS = {GLM: "<|endoftext|>", NEMOTRON: "<|im_end|>", GEMMA: "<turn|>", GEMMA_THOUGHTS: "<turn|>"}
+_BOS = {GEMMA: "<bos>", GEMMA_THOUGHTS: "<bos>"} | dict.fromkeys(
+    (DEEPSEEK_V32, DEEPSEEK_V4), "<｜begin▁of▁sentence｜>"
+)
+_EOS = {
+    GLM: "<|endoftext|>",
+    NEMOTRON: "<|im_end|>",
+    GEMMA: "<turn|>",
+    GEMMA_THOUGHTS: "<turn|>",
+    MINIMAX: "[e~[",
+    DEEPSEEK_V32: "<｜end▁of▁sentence｜>",
+    DEEPSEEK_V4: "<｜end▁of▁sentence｜>",
+}
 
 
 def family_tokenizer(template: str) -> PreTrainedTokenizerFast:
@@ -93,7 +141,7 @@ def family_tokenizer(template: str) -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens(
         {"additional_special_tokens": list(_MARKS[template]), "eos_token": _EOS[template]}
     )
-    if template in (GEMMA, GEMMA_THOUGHTS):
-        tokenizer.bos_token = "<bos>"
+    if template in _BOS:
+        tokenizer.bos_token = _BOS[template]
     tokenizer.chat_template = template
     return tokenizer

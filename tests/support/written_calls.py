@@ -28,6 +28,11 @@ MARKS = {
             "</invoke>", "</function_calls>", "<invoke"],
     "dsml": ["<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>",
              '<｜DSML｜parameter name="a" string="true">', "</｜DSML｜parameter>"],
+    "minimax_m3": [
+        "]<]minimax[>[", "<tool_call>", '<invoke name="f">', "<a>", "</a>", "<item>", "</item>",
+        "</invoke>", "</tool_call>", "<mm:think>", "</mm:think>", "]<]minimax[>[<a>",
+        "]<]minimax[>[</a>",
+    ],
     "pythonic": ["[f(", "a=", ")", "g()", "<|tool_call_start|>", "<|tool_call_end|>", "'", '"""'],
     "llama": ["<|python_tag|>", ";", "[f(", "a=", ")", "<|python_start|>", "<|python_end|>"],
     "json": ["```json", "```", "["],
@@ -55,6 +60,9 @@ WHOLE = {
     '{"a": 1}<|call|>',
     "xml": '<function_calls>\n<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>\n'
     "</function_calls>",
+    "minimax_m3": ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">]<]minimax[>[<a>'
+    "]<]minimax[>[<item>1]<]minimax[>[</item>]<]minimax[>[</a>]<]minimax[>[</invoke>\n"
+    "]<]minimax[>[</tool_call>",
     "json": '```json\n[{"name": "f", "arguments": {"a": 1}}]\n```',
 }
 

@@ -176,7 +176,7 @@ class TinyModel(Section):
 
 
 PLAIN = "plain"
-CHAT_TEMPLATES = ("hermes", PLAIN)
+CHAT_TEMPLATES = ("hermes", PLAIN, "deepseek_v32", "deepseek_v4")
 """Chat templates that AgentEvo ships, by name (models/chat/templates)."""
 MAX_TEMPLATE = 2**20
 """Bytes of a chat template's file."""

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig
 
 KEY = "trainer.routing_replay"
+UNBALANCED = ("tensor", "context", "expert", "pipeline")
+"""The sizes of trainer.parallel under which no process computes all routers of a sequence."""
 
 
 def with_recording(tree: Any) -> Any:
@@ -37,13 +39,41 @@ def needs_routers(config: RunConfig) -> bool:
 
 def without_routing(config: RunConfig) -> RunConfig:
     """The recipe for a program that only plays: nothing is recorded, and any model is accepted."""
-    trainer = config.trainer.model_copy(update={"routing_replay": "none"})
+    trainer = config.trainer.model_copy(
+        update={"routing_replay": "none", "router_aux_loss_coef": 0.0}
+    )
+    sft = config.sft.model_copy(update={"router_aux_loss_coef": 0.0})
     engine = config.engine.model_copy(update={"routed_experts": False})
-    return config.model_copy(update={"trainer": trainer, "engine": engine})
+    return config.model_copy(update={"trainer": trainer, "sft": sft, "engine": engine})
+
+
+def balance_keys(config: RunConfig) -> list[str]:
+    """The keys by which the recipe asks for a load-balancing loss of the routers."""
+    coefs = {"trainer": config.trainer.router_aux_loss_coef, "sft": config.sft.router_aux_loss_coef}
+    return [f"{section}.router_aux_loss_coef" for section, coef in coefs.items() if coef > 0]
+
+
+def _balance_contradictions(config: RunConfig) -> Iterator[str]:
+    sizes = config.trainer.parallel.above_one
+    for key in balance_keys(config):
+        for size in UNBALANCED:
+            if size in sizes:
+                yield (
+                    f"{key} together with trainer.parallel.{size}={sizes[size]}: the loss needs "
+                    "the routers of whole sequences in one process: set it to 0, or "
+                    f"{size} to 1 (replicas and trainer.parallel.shard are possible)"
+                )
+
+    if config.trainer.router_aux_loss_coef > 0 and config.algorithm.preference() is not None:
+        yield (
+            f"trainer.router_aux_loss_coef: algorithm.name={config.algorithm.name} compares "
+            "answers in separate passes, to which no load-balancing loss is added: set it to 0"
+        )
 
 
 def routing_contradictions(config: RunConfig) -> Iterator[str]:
     """Values that contradict one another, as 'what: remedy'."""
+    yield from _balance_contradictions(config)
     mode = config.trainer.routing_replay
     algorithm = config.algorithm
 

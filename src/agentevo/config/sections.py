@@ -139,6 +139,9 @@ class TrainerSection(Section):
     the experts that the engine chose when it sampled each token (`rollout`, the R3 of arXiv
     2510.11370), or those of the pass that computes the old log-probs (`update`, verl's R2; needs
     algorithm.old_logprobs=recomputed). docs/training.md"""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of a load-balancing loss of the routers of a mixture of experts, which keeps
+    experts in use. 0 adds none, whatever the model's config.json says. docs/training.md"""
     parallel: ParallelSection = ParallelSection()
     """How the training processes share the work."""
 

@@ -91,6 +91,8 @@ class SFTSection(Section):
     micro_batch_tokens: int = Field(default=16384, ge=64)
     """Maximum number of distinct tokens in one forward and backward pass. The result does not
     depend on it."""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """As trainer.router_aux_loss_coef."""
     prefix_merging: bool = True
     """Compute a common prefix of several conversations only once. The result does not depend on it.
     If false, every conversation is computed in full, as in most trainers; this is slower, and

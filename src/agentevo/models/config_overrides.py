@@ -42,7 +42,7 @@ _FIXED = frozenset(
 """Keys that describe the weights, or that have their own key in the recipe."""
 _NOT_COMPUTED = {
     ("router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef", "output_router_logits"): (
-        "the loss is the recipe's, and no loss of the model's own is added to it"
+        "the loss is the recipe's (trainer.router_aux_loss_coef, sft.router_aux_loss_coef)"
     ),
     (
         "dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "embd_pdrop",

@@ -26,6 +26,7 @@ from agentevo.training.batching.staleness import AGE, age_sums
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.parallel import gather, num_ranks
 from agentevo.training.phases import phase
+from agentevo.training.router_balance import RouterBalance, listening
 from agentevo.training.routing_replay import mismatches
 from agentevo.types import Sample
 
@@ -97,11 +98,13 @@ class MinibatchLoss:
         entropy_coef: float,
         statistics: Mapping[str, float],
         listen: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+        balance: RouterBalance | None = None,
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """This micro-batch's part of the loss, and sums over its tokens for the metrics. `weights`
         [S] are the weights of the batch's rows, see `row_weights`. `listen` is called with the
-        log-probs and entropies, [S, T]."""
-        chosen_logp, node_entropy = token_logprobs(model, batch)  # [M], [R]
+        log-probs and entropies, [S, T]. `balance` adds the routers' loss."""
+        with listening(balance, batch) as routers:
+            chosen_logp, node_entropy = token_logprobs(model, batch)  # [M], [R]
         logp = batch.table(chosen_logp)  # [S, T]
         entropy = node_entropy[batch.rows]  # [M]
         if listen is not None:
@@ -150,6 +153,11 @@ class MinibatchLoss:
         if entropy_coef > 0:
             of_token = weights.to(entropy.device)[batch.samples]
             loss = loss - entropy_coef * (of_token * entropy).sum()
+
+        if balance is not None and routers is not None:
+            router_loss = routers.loss()
+            loss = loss + balance.coef * router_loss
+            metrics["actor/router_aux_loss"] = float(router_loss.detach())
 
         return loss, metrics
 

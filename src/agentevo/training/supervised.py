@@ -35,6 +35,7 @@ from agentevo.training.learner import Learner
 from agentevo.training.optimization import Optimization, decay
 from agentevo.training.parallel import anywhere, gather, rank, sum_over_ranks
 from agentevo.training.phases import phase
+from agentevo.training.router_balance import RouterBalance, listening
 from agentevo.training.sharding.layouts import layouts_of
 from agentevo.training.token_numbers import TokenNumbers
 from agentevo.training.workload import FlopCounter
@@ -89,12 +90,16 @@ class SupervisedTrainer:
         dropout_seed: int | None = None,
     ) -> None:
         """`dropout_seed`: each step draws the adapters' dropout from it and from its own number;
-        None leaves dropout to the caller."""
+        None leaves dropout to the caller. Raises ConfigError for a model without the loss of
+        `router_aux_loss_coef`."""
         self.model = model
         self.images = ImageProvider.of(model)
         self.section = section
         self.total_steps = total_steps
         self.flops = FlopCounter(model)
+        self.balance = RouterBalance.of(
+            model, section.router_aux_loss_coef, f"{key}.router_aux_loss_coef"
+        )
         self._dropout_seed = dropout_seed
         self.numbers: TokenNumbers | None = None
         """See Learner.numbers: nothing was sampled, so nothing is compared."""
@@ -146,13 +151,24 @@ class SupervisedTrainer:
         )
         nulls = null_batches(samples, len(batches), device, merge=merge, images=self.images)
 
+        if self.balance is not None:
+            self.balance.begin(samples)
+            sums["sft/router_aux_loss"] = 0.0
+
         for indices, batch in batches:
             self.flops.count_training([samples[i] for i in indices], batch)
             with phase("forward"):
-                logp, _ = token_logprobs(self.model, batch)
+                with listening(self.balance, batch) as routers:
+                    logp, _ = token_logprobs(self.model, batch)
                 loss = -(logp / trained).sum()
 
-            self.optimization.backward(loss)
+            if self.balance is None or routers is None:
+                self.optimization.backward(loss)
+            else:
+                router_loss = routers.loss()
+                self.optimization.backward(loss + self.balance.coef * router_loss)
+                sums["sft/router_aux_loss"] += float(router_loss.detach())
+
             sums["sft/loss"] += float(loss.detach())
             sums["trainer/logical_tokens"] += batch.num_logical
             sums["trainer/distinct_tokens"] += batch.num_distinct

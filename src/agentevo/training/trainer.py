@@ -50,6 +50,7 @@ from agentevo.training.roles.critic import Critic
 from agentevo.training.roles.process_reward import ImplicitProcessReward
 from agentevo.training.roles.reference import Reference
 from agentevo.training.roles.token_rewards import TokenRewardModel
+from agentevo.training.router_balance import RouterBalance
 from agentevo.training.routing_replay import RoutingReplay
 from agentevo.training.sharding.layouts import layouts_of
 from agentevo.training.token_numbers import TokenNumbers
@@ -77,7 +78,8 @@ class Trainer:
     ) -> None:
         """`grammars`: the grammars over the policy's tokens, for turns that were sampled under a
         grammar. `distillation`: how the teacher's log-probs become advantages. Raises
-        TrainingError for a policy that does not support `trainer.routing_replay`."""
+        TrainingError for a policy that does not support `trainer.routing_replay`, and ConfigError
+        for one without the loss of `trainer.router_aux_loss_coef`."""
         self.section = trainer
         self.algorithm = algorithm
         self.critic_section = critic or CriticSection()
@@ -85,6 +87,9 @@ class Trainer:
         self.roles = Roles(model, reward_model=reward_model)
         self.objective = MinibatchLoss(algorithm)
         self.replay = RoutingReplay(trainer.routing_replay, model)
+        self.balance = RouterBalance.of(
+            model, trainer.router_aux_loss_coef, "trainer.router_aux_loss_coef"
+        )
         self.packed = PackedStep()
         self.images = ImageProvider.of(model)
         self.preparation = Preparation(
@@ -246,6 +251,8 @@ class Trainer:
         num_tokens = sum(s.num_trained for s in samples)
         weights = self.objective.row_weights(samples)
         statistics = self.objective.statistics(self.model, [b for _, b in update_batches], nulls)
+        if self.balance is not None:
+            self.balance.begin(samples)
         sums = defaultdict[str, float](float)
         largest_diff = 0.0
         for indices, batch in update_batches:
@@ -264,6 +271,7 @@ class Trainer:
                     entropy_coef=entropy_coef,
                     statistics=statistics,
                     listen=self._listener([samples[i] for i in indices]),
+                    balance=self.balance,
                 )
 
             if shared_critic is not None and listener is not None:
@@ -368,6 +376,10 @@ class Trainer:
         return {name: role for name, role in roles.items() if role is not None}
 
 
+_WEIGHTED = ("actor/pg_loss", "actor/router_aux_loss")
+"""Metrics whose parts have the weights of a mean already."""
+
+
 def _means(sums: dict[str, float]) -> dict[str, float]:
     """Means over tokens from sums over tokens; counts stay sums."""
     count = sums.pop("count")
@@ -375,7 +387,7 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
     sizes_by_age = effective_sizes(sums)
 
     means = {
-        key: (value if key.startswith("trainer/") or key == "actor/pg_loss" else value / count)
+        key: (value if key.startswith("trainer/") or key in _WEIGHTED else value / count)
         for key, value in sums.items()
     }
     means |= sizes_by_age

@@ -28,14 +28,17 @@ def test_bfloat16_is_asked_for_on_an_accelerator(device, dtype, name, advised):
     assert any("set model.dtype=bfloat16" in note for note in notes) is advised
 
 
-@pytest.mark.parametrize("asks", [True, False])
-def test_a_router_s_loss_that_is_not_added_is_named(asks):
-    config = build_config({"environment": {"type": "coins"}, "model": {"name": "tiny"}})
+@pytest.mark.parametrize(("asks", "coef"), [(True, 0.0), (True, 0.01), (False, 0.0)])
+def test_a_router_s_loss_that_is_not_added_is_named(asks, coef):
+    trainer = {"router_aux_loss_coef": coef}
+    tree = {"environment": {"type": "coins"}, "model": {"name": "tiny"}, "trainer": trainer}
+    config = build_config(tree)
     router = PretrainedConfig(output_router_logits=asks, router_aux_loss_coef=0.02)
     model = SimpleNamespace(device=SimpleNamespace(type="cpu"), config=router)
     tasks = SimpleNamespace(shortfall=lambda: None)
     notes = training_notes(SimpleNamespace(config=config, model=model, tasks=tasks), "train")
-    assert any("output_router_logits" in note for note in notes) is asks
+    named = any("see trainer.router_aux_loss_coef" in note for note in notes)
+    assert named is (asks and not coef)
 
 
 ROUNDS = {"type": "vllm", "options": {"quantization": "fp8", "kv_cache_dtype": "fp8"}}

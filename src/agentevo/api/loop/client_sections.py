@@ -144,7 +144,7 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
     "trainer": _keys(
         "steps groups_per_step group_size learning_rate warmup_steps schedule min_lr_ratio "
         "weight_decay betas max_grad_norm minibatches epochs micro_batch_tokens compute "
-        "prefix_merging torch_compile routing_replay"
+        "prefix_merging torch_compile routing_replay router_aux_loss_coef"
     ),
 }
 """The keys that a client may set, each with the check of its value; `agents` has such keys by

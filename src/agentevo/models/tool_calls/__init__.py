@@ -6,7 +6,7 @@ parsed      what comes out
 output      deltas, the white space around what was cut out, and reading calls one by one
 text        how text in pieces is read
 parameters  values by a tool's schema
-json_notation, named_json, tags, llama, harmony    the notations, by family
+json_notation, named_json, tags, elements, llama, harmony    the notations, by family
 """
 
 from agentevo.models.tool_calls.families import find_parser, parser_named, parser_names

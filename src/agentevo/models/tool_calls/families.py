@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from agentevo.errors import UnknownNameError
+from agentevo.models.tool_calls.elements import SEPARATOR, read_elements
 from agentevo.models.tool_calls.gemma import FUNCTION_GEMMA_CALLS, GEMMA_CALLS
 from agentevo.models.tool_calls.harmony import read_harmony
 from agentevo.models.tool_calls.json_notation import read_blocks, read_json
@@ -32,6 +33,7 @@ _PARSERS = (
         shown_by=r"<\|tool_call_argument_begin\|>",
         begins=re.escape(KIMI.begin),
     ),
+    ToolCallParser("minimax_m3", read_elements, shown_by=re.escape(SEPARATOR)),
     ToolCallParser("dsml", DSML.read, shown_by="｜DSML｜"),
     ToolCallParser(
         "deepseek",

@@ -47,18 +47,27 @@ class ParameterTypes:
             if isinstance(schema, Mapping):
                 self._schemas[str(function.get("name"))] = schema
 
-    def json_of(self, tool: str, parameter: str, value: str) -> str:
-        """The value as JSON; see the module. Python's words for true, false and null are accepted
-        if the schema allows anything."""
-        check = _ValueCheck(self._schemas.get(tool, {}), parameter)
-        plain = value.strip()
-        word = _PYTHON_WORDS.get(plain, plain)
-        if word != plain and check.allows(_NOTHING):
-            word = plain
+    def schema_of(self, tool: str) -> Mapping[str, Any]:
+        """The schema of the tool's arguments. Empty if it is unknown."""
+        return self._schemas.get(tool, {})
 
-        content = _read(word)
-        is_json = content is not _NOTHING and check.allows(content)
-        return word if is_json else json_text(value)
+    def json_of(self, tool: str, parameter: str, value: str) -> str:
+        """`json_by` the schema of the tool."""
+        return json_by(self.schema_of(tool), parameter, value)
+
+
+def json_by(schema: Mapping[str, Any], parameter: str, value: str) -> str:
+    """The value of a parameter as JSON, by the schema of all parameters; see the module. Python's
+    words for true, false and null are accepted if the schema allows anything."""
+    check = _ValueCheck(schema, parameter)
+    plain = value.strip()
+    word = _PYTHON_WORDS.get(plain, plain)
+    if word != plain and check.allows(_NOTHING):
+        word = plain
+
+    content = _read(word)
+    is_json = content is not _NOTHING and check.allows(content)
+    return word if is_json else json_text(value)
 
 
 _NOTHING = object()

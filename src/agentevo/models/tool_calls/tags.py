@@ -102,10 +102,15 @@ class TagCalls:
         if not self.has_attributes:
             return written.strip()
 
-        match = _NAME.search(written)
-        if match is None:
-            raise text.broken('it needs name="..." in its tag')
-        return match.group(1) or match.group(2) or ""
+        return name_attribute(text, written)
+
+
+def name_attribute(text: CallText, attributes: str) -> str:
+    """The value of `name` in a tag. Raises MalformedError without it."""
+    match = _NAME.search(attributes)
+    if match is None:
+        raise text.broken('it needs name="..." in its tag')
+    return match.group(1) or match.group(2) or ""
 
 
 def _take_until(text: CallText, end: str) -> Generator[None, None, str]:

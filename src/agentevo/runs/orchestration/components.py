@@ -24,7 +24,7 @@ from agentevo.config import (
 from agentevo.config.agents import brings_tasks
 from agentevo.config.memory import offload_refusal
 from agentevo.config.named_agents import trained_policies
-from agentevo.config.routing import needs_routers
+from agentevo.config.routing import balance_keys, needs_routers
 from agentevo.errors import ConfigError
 from agentevo.inference.engine import UpdatableEngine
 from agentevo.inference.weights.weight_transport import WeightSender
@@ -58,6 +58,7 @@ from agentevo.runtime.seeds import derive_seed
 from agentevo.store.call_log import CallLog, call_log
 from agentevo.store.store import Store
 from agentevo.training.optimization import check_8bit
+from agentevo.training.router_balance import check_balance
 from agentevo.types import Task
 
 if TYPE_CHECKING:
@@ -207,6 +208,8 @@ def load_policy(
 
     loaded = load_model(section, corpus=corpus, seed=derive_seed(config.run.seed, "model"))
     model = prepare(loaded.model, on_cpu=on_cpu, compute=config.trainer.compute)
+    for key in balance_keys(config):
+        check_balance(model, key)
     if needs_routers(config):
         model = enable_routing(model)
     if _compiles(config, model.device) and row_settings(model) is None:

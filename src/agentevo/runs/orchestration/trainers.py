@@ -148,10 +148,14 @@ def training_notes(parts: Components, command: RunCommand) -> list[str]:
         notes.append(f"training adapters: {share}")
 
     text_config = causal_model(parts.model).config.get_text_config()
-    if getattr(text_config, "output_router_logits", False):
+    section = parts.config.sft if command == "sft" else parts.config.trainer
+    asks = getattr(text_config, "output_router_logits", False)
+    if asks and section.router_aux_loss_coef == 0:
+        key = "sft" if command == "sft" else "trainer"
         notes.append(
             "the model's config.json asks for a load-balancing loss of its router "
-            "(output_router_logits=true), and training adds none"
+            "(output_router_logits=true), and training adds none: see "
+            f"{key}.router_aux_loss_coef"
         )
 
     device = parts.model.device

@@ -34,6 +34,8 @@ class RowPasses(NamedTuple):
     """[R] int64: the place of each node in the concatenated outputs of the groups."""
     images: list[list[FeatureRows]]
     """The features that each group reads, row by row."""
+    nodes: list[np.ndarray]
+    """The node [B, L] of each token of each group, -1 for padding."""
 
     def join(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Puts the outputs [n, ...] of the groups together: [R, ...], in the order of the nodes."""
@@ -78,6 +80,7 @@ def row_passes(
 
     groups: list[RowGroup] = []
     images_of_groups: list[list[FeatureRows]] = []
+    nodes_of_groups: list[np.ndarray] = []
     taken = []
     pass_of_stretch: dict[int | None, int] = {}
     for members in _group(stretches, stretch_of_node[nodes], pads, as_one_pass):
@@ -92,6 +95,7 @@ def row_passes(
         ids, paths = _padded_ids(tree, [stretches[m] for m in members])
         parts = [] if images is None else [images.feature_rows(nodes) for nodes in paths]
         images_of_groups.append(list(itertools.chain(*parts)))
+        nodes_of_groups.append(_padded_nodes(paths, ids.shape[1]))
         groups.append(
             RowGroup(
                 torch.as_tensor(ids, device=device),
@@ -107,7 +111,8 @@ def row_passes(
 
     order = np.empty(len(nodes), dtype=np.int64)
     order[np.concatenate(taken)] = np.arange(len(nodes))
-    return RowPasses(groups, torch.as_tensor(order, device=device), images_of_groups)
+    places = torch.as_tensor(order, device=device)
+    return RowPasses(groups, places, images_of_groups, nodes_of_groups)
 
 
 def _divide(tree: TokenTree, shares: bool) -> list[_Stretch]:
@@ -181,6 +186,14 @@ def _padded_ids(tree: TokenTree, members: list[_Stretch]) -> tuple[np.ndarray, l
     for place, path in enumerate(paths):
         ids[place, : len(path)] = tree.ids[path]
     return ids, paths
+
+
+def _padded_nodes(paths: list[np.ndarray], width: int) -> np.ndarray:
+    """[B, L] of rows with these nodes, -1 for padding."""
+    padded = np.full((len(paths), width), -1)
+    for row, nodes in enumerate(paths):
+        padded[row, : len(nodes)] = nodes
+    return padded
 
 
 def _padded_positions(
