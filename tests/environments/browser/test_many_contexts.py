@@ -13,7 +13,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from browser_site import DEADLINE_S, Site, browser_processes, wait_for_no_process
+from browser_site import (
+    DEADLINE_S,
+    Site,
+    kill_a_page,
+    kill_browser,
+    kill_driver,
+    wait_for_no_process,
+)
 
 from agentevo.environments.browser import BrowserConfig, BrowserEnvironment, close_browsers
 from agentevo.environments.browser.process import PREFIX
@@ -68,26 +75,6 @@ class Player:
         assert (reward, is_over, info["success"]) == (1, True, True)
         self.num_solved += 1
         return True
-
-
-def main_process() -> psutil.Process:
-    return next(item for item in browser_processes() if "agentevo-browser=" in str(item.cmdline()))
-
-
-def kill_browser() -> None:
-    main_process().kill()
-
-
-def kill_a_page() -> None:
-    pages = [item for item in browser_processes() if "--type=renderer" in item.cmdline()]
-    pages[-1].kill()
-
-
-def kill_driver() -> None:
-    driver = main_process().parent()
-    assert driver is not None
-    assert driver.pid != os.getpid()
-    driver.kill()
 
 
 def wait_until(is_true: Callable[[], bool], playing: list[Future[None]]) -> None:
