@@ -134,8 +134,8 @@ def test_kills_while_sixteen_pages_feed_a_trainer(site: Site, tmp_path: Path, ro
     failures = {
         one.trajectory.error for one in found.trajectories.values() if one.state == "failed"
     }
-    assert failures
-    assert all("EnvironmentFailure: the " in str(error) for error in failures)
+    assert failed
+    assert all("EnvironmentFailure: the " in str(one.trajectory.error) for one in failed)
     close_browsers()
     wait_for_no_process()
     assert not list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*-{os.getpid()}-*"))
