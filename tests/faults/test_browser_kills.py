@@ -131,9 +131,7 @@ def test_kills_while_sixteen_pages_feed_a_trainer(site: Site, tmp_path: Path, ro
     assert killed == [kill.__name__ for kill in kills]
     found = check(config)
     assert sum(found.trained.values()) > 0
-    failures = {
-        one.trajectory.error for one in found.trajectories.values() if one.state == "failed"
-    }
+    failed = [one for one in found.trajectories.values() if one.state == "failed"]
     assert failed
     assert all("EnvironmentFailure: the " in str(one.trajectory.error) for one in failed)
     close_browsers()
