@@ -6,10 +6,12 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from agentevo.inference.serving.admission import AdmissionLimits
 from agentevo.inference.serving.http_server import serving, url_of
+from agentevo.observability.pages.rendering import compile_templates
 from agentevo.runs.folder.sources import Sources
 from agentevo.runs.processes.endpoint import Endpoint, open_endpoint
 from agentevo.runtime.console import to_stderr
@@ -50,10 +52,18 @@ def serve_dashboard(
         tempfile.TemporaryDirectory(prefix="agentevo-ui-") as folder,
         open_endpoint(Path(folder), host, port, tls) as endpoint,
     ):
+        _prepare_pages()
         if nice:
             os.nice(nice)  # threads and processes that start later inherit the priority
 
         run_coroutine(_serve(sources, endpoint, host, control, stop, notify, note))
+
+
+def _prepare_pages() -> None:
+    """Loads what the first pages of a run need, which takes a second of CPU time. On a busy machine
+    a process with a low priority would take longer for it than a page may."""
+    import_module("agentevo.store.sqlite")
+    compile_templates()
 
 
 async def _serve(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import sqlite3
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -339,6 +341,20 @@ def test_a_damaged_index_is_made_again_and_one_of_two_writes(
         second.stop()
 
     assert len(before) <= (tmp_path / "store.sqlite").stat().st_size
+
+
+def test_the_index_has_the_priority_of_the_pages(sqlite_url: str, cache: Path) -> None:
+    """With a lower one, its thread would hold Python's lock while it waits for a CPU."""
+    write(sqlite_url, ["a@0#0"])
+    indexer = Indexer(sqlite_url, every_s=0.05)
+    indexer.start()
+    try:
+        until(lambda: total(indexer.reader) == 1)
+        assert indexer._thread.native_id is not None
+        priority = os.getpriority(os.PRIO_PROCESS, indexer._thread.native_id)
+        assert priority == os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    finally:
+        indexer.stop()
 
 
 @pytest.mark.slow

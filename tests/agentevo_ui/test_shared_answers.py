@@ -247,6 +247,36 @@ def test_the_dashboard_lowers_its_own_priority(
 
 
 @pytest.mark.slow
+def test_the_priority_falls_once_the_first_pages_have_nothing_to_load(tmp_path: Path) -> None:
+    """At a load of 9 the first page of an attempt took longer than its 20 s."""
+    program = """
+import os, sys
+import jinja2
+from agentevo.observability.pages.rendering import environment
+from agentevo_ui import server
+
+def lower(steps):
+    print("agentevo.store.sqlite" in sys.modules)
+    jinja2.Environment.compile = None
+    for name in environment().list_templates(extensions=["html"]):
+        environment().get_template(name)
+    print("compiled")
+
+os.nice = lower
+server.run_coroutine = lambda serving: serving.close()
+server.serve_dashboard([sys.argv[1]])
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert said.stdout.split() == ["True", "compiled"]
+
+
+@pytest.mark.slow
 def test_the_dashboards_modules_import_no_torch() -> None:
     program = (
         "import sys, agentevo_ui.server\n"

@@ -227,6 +227,7 @@ def test_verls_parquet_there_and_back(tmp_path):
         (["prepare", "coins", "FOLDER", "--from", "IN"], "leave out --from"),
         (["prepare", "coins", "FOLDER", "trainer.stps=1"], "did you mean trainer.steps?"),
         (["prepare", "coins", "IN"], "is a file"),
+        (["prepare", "coins", "FOLDER", "cold_start.episodes=0"], "such as --demonstrations 200"),
         (["prepare", "nq", "FOLDER"], "needs --from SOURCE"),
         (["prepare", "reasoning_gym/chain_sum", "FOLDER", "--from", "IN"], "leave out --from"),
         (["prepare", "gsm8k", "FOLDER", "--from", "IN"], "nothing was written: too few tasks"),

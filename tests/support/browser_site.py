@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -78,6 +80,38 @@ def browser_processes() -> list[psutil.Process]:
         except psutil.Error:
             continue
     return names
+
+
+def kill_browser() -> None:
+    _kill(_main_process)
+
+
+def kill_a_page() -> None:
+    _kill(lambda: [item for item in browser_processes() if "--type=renderer" in item.cmdline()][-1])
+
+
+def kill_driver() -> None:
+    """Playwright's process, which is above Chromium."""
+    _kill(lambda: _main_process().parents()[0])
+
+
+def _main_process() -> psutil.Process:
+    processes = [item for item in browser_processes() if "agentevo-browser=" in str(item.cmdline())]
+    return processes[0]
+
+
+def _kill(find: Callable[[], psutil.Process]) -> None:
+    """Kills the process as soon as there is one: Chromium may be starting."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            process = find()
+            assert process.pid != os.getpid()
+            process.kill()
+            return
+        except (IndexError, psutil.Error):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
 
 
 def wait_for_no_process(limit_s: float = DEADLINE_S) -> None:

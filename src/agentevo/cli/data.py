@@ -127,14 +127,16 @@ PreparedFolder = Annotated[
     Path,
     typer.Argument(metavar="FOLDER", help="The folder for the files."),
 ]
+LESSON_DEMONSTRATIONS = 500
 Shown = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--demonstrations",
         min=0,
         max=100_000,
-        help="For lessons: the number of conversations that solve other tasks, for `agentevo sft`. "
-        "For a recipe: the number of episodes to play.",
+        help="For lessons: the number of conversations that solve other tasks, for `agentevo sft` "
+        f"(default: {LESSON_DEMONSTRATIONS}). For a recipe: the number of episodes to play "
+        "(default: its cold_start.episodes).",
     ),
 ]
 
@@ -162,7 +164,7 @@ def prepare(
         int, typer.Option(min=2, max=100_000, help="The number of tasks, if they are generated.")
     ] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="The seed of generated tasks.")] = 0,
-    shown: Shown = 500,
+    shown: Shown = None,
     eval_share: Annotated[
         float, typer.Option(min=0.0, max=0.9, help="The share of held-out tasks.")
     ] = 0.1,
@@ -185,7 +187,8 @@ def prepare(
     if is_recipe:
         _prepare_demonstrations(name, overrides or [], folder, shown)
     elif is_lesson:
-        _prepare_lesson(tool, folder, count, eval_share, shown, seed)
+        num_shown = LESSON_DEMONSTRATIONS if shown is None else shown
+        _prepare_lesson(tool, folder, count, eval_share, num_shown, seed)
     else:
         _prepare_tasks(name, folder, source, agent, count, seed, eval_share)
 
@@ -278,8 +281,9 @@ def _prepare_lesson(
 
 
 def _prepare_demonstrations(
-    recipe: str, overrides: list[str], folder: Path, num_episodes: int
+    recipe: str, overrides: list[str], folder: Path, num_episodes: int | None
 ) -> None:
+    """Without `num_episodes`, plays as many as the recipe's cold start. Raises ConfigError."""
     from agentevo.config import load_config
     from agentevo.rollout.task_files import DEMONSTRATIONS
     from agentevo.runs.orchestration.players import demonstration_rows
@@ -291,6 +295,14 @@ def _prepare_demonstrations(
         raise ConfigError(f"data prepare {recipe}: the recipe has no environment to play")
 
     check_new_folder(folder, "FOLDER")
+    if num_episodes is None:
+        num_episodes = config.cold_start.episodes
+    if num_episodes == 0:
+        raise ConfigError(
+            f"data prepare {recipe}: there are 0 episodes to play: say how many, such as "
+            "--demonstrations 200 (default: the recipe's cold_start.episodes)"
+        )
+
     rows = list(demonstration_rows(config, num_episodes, to_stderr))
     if not rows:
         raise ConfigError(

@@ -11,7 +11,6 @@ rebuilt, with a message.
 from __future__ import annotations
 
 import asyncio
-import os
 import sqlite3
 import threading
 import time
@@ -41,7 +40,6 @@ LIVE_S = 300.0
 """A run that wrote something within this time, in seconds, counts as active."""
 IDLE_S = 600.0
 """After this many seconds without a page's request, an index is no longer updated."""
-NICENESS = 10
 
 
 class Indexer:
@@ -69,9 +67,6 @@ class Indexer:
         self._thread.join(within_s)
 
     def _run(self) -> None:
-        with suppress(OSError, AttributeError):  # applies only to this thread, on Linux
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-
         while not self._stop.is_set():
             try:
                 self._with_lock()

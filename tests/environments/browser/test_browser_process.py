@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from agentevo.environments.browser import BrowserConfig, BrowserEnvironment
+from agentevo.environments.browser.gate import HostGate
+from agentevo.environments.browser.permissions import permissions_for
 from agentevo.environments.browser.process import BrowserProcess, close_browsers
 from agentevo.errors import EnvironmentFailure
 
@@ -78,3 +80,24 @@ def test_a_page_that_hangs_does_not_break_off_the_start_of_chromium() -> None:
         assert slow.starts == ["begun", "done"]
     finally:
         close_browsers()
+
+
+def test_a_gate_that_closes_during_a_connection_reports_no_problem() -> None:
+    """Python 3.11 reports a cancelled connection with a traceback on stderr."""
+    problems: list[dict[str, Any]] = []
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, problem: problems.append(problem)
+        )
+        gate = HostGate(permissions_for("http://127.0.0.1:9/", ()), lambda _: None)
+        _, writer = await asyncio.open_connection("127.0.0.1", await gate.open())
+        async with asyncio.timeout(300):
+            while not gate._tunnels:
+                await asyncio.sleep(0.01)
+            await gate.close()
+        writer.close()
+        await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    assert problems == []

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,10 +16,11 @@ from typing import Any
 
 import psutil
 import pytest
-from browser_site import Site, browser_processes, wait_for_no_process
+from browser_site import DEADLINE_S, Site, browser_processes, wait_for_no_process
 from slow import soak
 
 from agentevo.environments.browser import BrowserConfig, BrowserEnvironment, close_browsers
+from agentevo.environments.browser.process import MAX_PLACE, PREFIX
 from agentevo.errors import EnvironmentFailure
 
 pytestmark = pytest.mark.slow
@@ -260,36 +262,62 @@ def test_many_episodes_share_one_browser(open_page: Open) -> None:
 
 
 PROGRAM = """
-import sys, time
+import sys
 from agentevo.environments.browser import BrowserConfig, BrowserEnvironment
 environment = BrowserEnvironment(BrowserConfig(url=sys.argv[1]))
 environment.reset(seed=1)
 print("open", flush=True)
-if sys.argv[2] == "wait":
-    time.sleep(600)
+sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("end", ["exit", "wait"])
-def test_chromium_ends_with_its_program(chromium: str, site: Any, end: str) -> None:
+@pytest.mark.parametrize("end", ["exit", "kill", "kill the group"])
+def test_chromium_ends_with_its_program(open_page: Open, site: Any, end: str) -> None:
+    """Its files go with it; after a kill, when the next one starts."""
     site.pages["/good"] = GOOD
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, f"{site.url}/good", end],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "open\n"
-    children = psutil.Process(process.pid).children(recursive=True)
-    if end == "wait":
-        process.send_signal(signal.SIGKILL)
-    process.wait(120)
+    process, children = start_program(site)
+    (folder,) = folders_of(process.pid)
+    flags = [part for child in children for part in child.cmdline()]
+    profiles = {flag for flag in flags if flag.startswith("--user-data-dir")}
+    assert profiles == {f"--user-data-dir={folder}/profile"}
+    if len(os.fsencode(folder)) <= MAX_PLACE:
+        assert list(folder.glob("*.[cC]hrom*/SingletonSocket"))
 
-    deadline = time.monotonic() + 120
+    assert process.stdin is not None
+    if end == "kill the group":
+        os.killpg(process.pid, signal.SIGKILL)
+    elif end == "kill":
+        process.kill()
+    process.stdin.close()
+    process.wait(DEADLINE_S)
+    deadline = time.monotonic() + DEADLINE_S
     while any(map(is_alive, children)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not [child for child in children if is_alive(child)]
+
+    if "kill" in end:
+        close_browsers()
+        play_well(open_page)
+    assert not folders_of(process.pid)
+
+
+def start_program(site: Site) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A program in its own process group, with a page, and the processes below it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, f"{site.url}/good"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "open\n"
+    return process, psutil.Process(process.pid).children(recursive=True)
+
+
+def folders_of(pid: int) -> list[Path]:
+    return list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*-{pid}-*"))
 
 
 def is_alive(process: psutil.Process) -> bool:

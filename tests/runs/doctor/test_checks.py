@@ -128,6 +128,8 @@ def test_play_is_judged_by_the_findings_of_a_run():
         "mean 0.25, spread 0.433 over 4 attempts, 1 solved the task (pass@1 25%, pass@4 100%)"
     )
 
+    assert healthy["completions"].finding.startswith("the token limit left 0 of ")
+
     bad = play(
         make_group(rewards=[0] * 4, is_cut=True, malformed=3, offered=["search"], is_same=True)
     )

@@ -64,7 +64,8 @@ class HostGate:
         assert tunnel is not None
         self._tunnels.add(tunnel)
         try:
-            with suppress(OSError, EOFError, TimeoutError):  # either side has gone
+            # Either side has gone, or `close` has ended the tunnel.
+            with suppress(OSError, EOFError, TimeoutError, asyncio.CancelledError):
                 await self._pass(reader, writer)
         finally:
             self._tunnels.discard(tunnel)

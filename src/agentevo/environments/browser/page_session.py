@@ -253,7 +253,7 @@ class PageSession:
         if left:
             self._page = left[-1]
         else:
-            self.events.break_off("the page closed its window")
+            self.events.break_off("the page closed its window, or its browser ended")
 
     async def _close_page(self, page: Page) -> None:
         with suppress(driver_error(), TimeoutError):  # it is closed with the context

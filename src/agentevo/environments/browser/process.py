@@ -5,6 +5,10 @@ Environments are synchronous: each of their calls waits for a coroutine on that 
 deadline. If Chromium or Playwright's driver dies, the calls of all open pages raise
 EnvironmentFailure, and the next episode starts a new one. Chromium ends with this process: at a
 normal exit by `close_browsers`, and after a kill because the driver's input closes.
+
+A Chromium's files (profile, downloads, sockets) are in one folder of this process, which is deleted
+with it. After a kill of this process the folder stays until another process of this user starts a
+Chromium.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import atexit
 import os
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -24,6 +29,7 @@ import psutil
 
 from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.runtime.extras import load_extra
+from agentevo.runtime.process_folders import new_folder
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext, Playwright
@@ -49,6 +55,11 @@ LAUNCH_S = 120.0
 """The longest start of Chromium, in seconds."""
 CLOSE_S = 10.0
 """The longest orderly end of a page or of Chromium, in seconds. After that it is killed."""
+POLL_S = 0.05
+PREFIX = "agentevo-browser-"
+MAX_PLACE = 62
+"""The longest path of a temporary folder in which Chromium starts, in bytes: it makes a socket
+there, whose path must be shorter than 108 bytes."""
 GRACE_S = 15.0
 """How long a call may outlast its deadline before the whole loop counts as blocked, in seconds."""
 
@@ -93,6 +104,7 @@ class BrowserProcess:
     def __init__(self, executable: str) -> None:
         self._executable = executable
         self._tag = ""
+        self._folder: Path | None = None
         self._playwright: Playwright | None = None
         self._browser: Browser | None = None
         self._starting = asyncio.Lock()
@@ -174,8 +186,14 @@ class BrowserProcess:
         if os.geteuid() == 0:
             flags.append("--no-sandbox")  # Chromium as root does not start without it
 
+        self._folder = folder = new_folder(PREFIX)
+        is_short = len(os.fsencode(folder)) <= MAX_PLACE
         self._playwright = await module.async_playwright().start()
-        self._browser = await self._playwright.chromium.launch(
+        # `launch` has no option for the profile's folder. The context of this call stays empty.
+        context = await self._playwright.chromium.launch_persistent_context(
+            folder / "profile",
+            artifacts_dir=folder / "artifacts",
+            env={**os.environ, "TMPDIR": str(folder)} if is_short else None,
             executable_path=self._executable or None,
             args=flags,
             # At most one window for each action of the player, so that no loop floods us.
@@ -185,6 +203,8 @@ class BrowserProcess:
             handle_sighup=False,
             timeout=LAUNCH_S * 1000,
         )
+        self._browser = context.browser
+        assert self._browser is not None
         return self._browser
 
     async def _stop(self) -> None:
@@ -198,24 +218,35 @@ class BrowserProcess:
                         await getattr(item, end)()
 
         _kill_all(processes)
+        await self._remove_folder()
+
+    async def _remove_folder(self) -> None:
+        """Deletes the files of a Chromium that has ended. Its helpers may still write for a
+        moment."""
+        folder, self._folder = self._folder, None
+        deadline = time.monotonic() + CLOSE_S
+        while folder is not None and folder.exists() and time.monotonic() < deadline:
+            shutil.rmtree(folder, ignore_errors=True)
+            await asyncio.sleep(POLL_S)
 
     def _kill(self) -> None:
         _kill_all(self._processes())
 
     def _processes(self) -> list[psutil.Process]:
-        """The main process of Chromium, and Playwright's driver above it."""
+        """The processes of Chromium, also if its parent has died, and Playwright's driver."""
         if not self._tag:
             return []
 
-        children: list[psutil.Process] = []
-        for process in psutil.Process().children(recursive=True):
+        ours = set(psutil.Process().children(recursive=True))
+        processes: list[psutil.Process] = []
+        for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if self._tag in process.cmdline():
-                    children.append(process)
+                    processes += [process, *process.children(recursive=True)]
                     parent = process.parent()
-                    if parent is not None and parent.pid != os.getpid():
-                        children.append(parent)
-        return children
+                    if parent in ours:
+                        processes.append(parent)
+        return processes
 
     def close(self) -> None:
         """Ends Chromium and the thread."""

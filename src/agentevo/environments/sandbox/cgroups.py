@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from agentevo.environments.sandbox.launch import is_gone, owner
 from agentevo.errors import SandboxError
+from agentevo.runtime.process_folders import is_gone, owner
 
 CONTROLLERS = ("memory", "pids", "cpu")
 PREFIX = "agentevo-sandbox-"

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING
 from agentevo.environments.sandbox.inside.confine import first_closed_folder, landlock_version
 from agentevo.environments.sandbox.launch import (
     INSIDE,
+    PREFIX,
     SYSTEM,
     SYSTEM_FILES,
     SandboxLaunch,
-    new_folder,
     new_uid,
     package_folders,
     python_folders,
@@ -40,6 +40,7 @@ from agentevo.environments.sandbox.local import LocalKind
 from agentevo.environments.sandbox.sandbox import sandboxes
 from agentevo.environments.sandbox.seccomp import is_supported, seccomp_program
 from agentevo.errors import SandboxError
+from agentevo.runtime.process_folders import new_folder
 
 if TYPE_CHECKING:
     from agentevo.environments.sandbox.section import SandboxSection
@@ -81,7 +82,7 @@ def launch_in_way(way: str, section: SandboxSection) -> SandboxLaunch:
     uid = new_uid() if way in ("namespaces", "own user") else None
     has_namespace = "namespaces" in way
 
-    folder = new_folder()
+    folder = new_folder(PREFIX)
     if uid is not None:
         os.chown(folder, uid, uid)
 
@@ -149,7 +150,7 @@ def _possible_ways() -> list[str]:
 @cache
 def _try_way(way: str) -> str:
     """Tries one of WAYS. Returns the reason if it does not work, else an empty text."""
-    folder = new_folder()
+    folder = new_folder(PREFIX)
     uid = new_uid() if way in ("namespaces", "own user") else None
     try:
         if uid is not None:

@@ -36,8 +36,8 @@ from agentevo.environments.sandbox.client import (
 )
 from agentevo.environments.sandbox.launch import (
     INSIDE,
+    PREFIX,
     SandboxLaunch,
-    new_folder,
     python_program,
     supervisor_settings,
 )
@@ -53,6 +53,7 @@ from agentevo.environments.sandbox.sandbox import (
 from agentevo.environments.sandbox.termination import end_all_of, end_with_this_process, kill
 from agentevo.errors import SandboxError, storable
 from agentevo.runtime.event_loop import in_thread
+from agentevo.runtime.process_folders import new_folder
 
 if TYPE_CHECKING:
     from agentevo.environments.sandbox.section import SandboxSection
@@ -408,7 +409,7 @@ class Unconfined(LocalKind):
         return ""
 
     def launch(self, section: SandboxSection) -> SandboxLaunch:
-        folder = new_folder()
+        folder = new_folder(PREFIX)
         return SandboxLaunch(
             [python_program(), "-I", "-S", "-B", str(INSIDE / "supervisor.py")],
             supervisor_settings(section, work=str(folder), is_alone=False, counts_processes=False),

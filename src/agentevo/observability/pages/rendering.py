@@ -71,6 +71,13 @@ def environment() -> jinja2.Environment:
     return templates
 
 
+def compile_templates() -> None:
+    """Compiles all templates. Otherwise the first page with a template compiles it."""
+    templates = environment()
+    for name in templates.list_templates(extensions=["html"]):
+        templates.get_template(name)
+
+
 def render(template: str, **data: Any) -> str:
     """The HTML of `templates/TEMPLATE` with these values."""
     return environment().get_template(template).render(**data)

@@ -146,8 +146,8 @@ def judge_play(facts: AttemptFacts, rewards: Sequence[float], recipe: Recipe) ->
         "rewards": f"mean {statistics.fmean(rewards or [0.0]):.3g}, spread "
         f"{statistics.pstdev(rewards or [0.0]):.3g} over {len(rewards)} attempts, "
         f"{facts.successes} solved the task ({pass_words(facts)})",
-        "completions": f"{facts.cut_completions} of {facts.completions} were cut by the token "
-        f"limit (mean length {facts.tokens / max(facts.completions, 1):.0f} tokens)",
+        "completions": f"the token limit left {facts.cut_completions} of {facts.completions} "
+        f"unfinished (mean length {facts.tokens / max(facts.completions, 1):.0f} tokens)",
         "calls": f"{facts.malformed} of {facts.calls} can't be carried out" * bool(facts.calls),
         "tools": f"{facts.calling_attempts} of {facts.offered_attempts} attempts called one"
         * bool(facts.offered_attempts),
