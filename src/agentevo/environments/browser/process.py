@@ -7,10 +7,10 @@ EnvironmentFailure, and the next episode starts a new one. Chromium ends with th
 normal exit by `close_browsers`, and after a kill because the driver's input closes.
 
 A Chromium's files (profile, downloads, sockets) are in one folder of this process, which is deleted
-with it. If the path of the folder is longer than MAX_PLACE, Chromium's sockets are in the system's
-temporary folder. After a kill of this process the folder stays until a process of this user in the
-same container (process namespace) starts a Chromium. If the machine boots before that, the folder
-stays until the system clears its temporary folder.
+with it. If its path is longer than MAX_PLACE, the sockets and other temporary files are beside it,
+and stay after a kill of Chromium. After a kill of this process the folder stays until a process of
+this user in the same container (process namespace) starts a Chromium; if the machine boots before
+that, the folder stays until the system clears its temporary folder.
 """
 
 from __future__ import annotations
