@@ -29,6 +29,7 @@ from agentevo.errors import EnvironmentFailure
 pytestmark = pytest.mark.slow
 
 NUM_CONTEXTS = 16
+REPEAT_S = 3.0
 PAGE = """<button onclick="this.textContent = 'thanks ' + document.cookie">go</button>
 <script>document.cookie = 'seed=SEED'.replace('SEED', Math.random())</script>"""
 REASONS = (
@@ -77,9 +78,19 @@ class Player:
         return True
 
 
-def wait_until(is_true: Callable[[], bool], playing: list[Future[None]]) -> None:
+def wait_until(
+    is_true: Callable[[], bool],
+    playing: list[Future[None]],
+    repeat: Callable[[], None] | None = None,
+) -> None:
+    """Calls `repeat` every REPEAT_S."""
     deadline = time.monotonic() + DEADLINE_S
+    repeat_at = time.monotonic() + REPEAT_S
     while not is_true():
+        if repeat is not None and time.monotonic() > repeat_at:
+            repeat()
+            repeat_at = time.monotonic() + REPEAT_S
+
         assert time.monotonic() < deadline
         for future in playing:
             if future.done():
@@ -90,6 +101,7 @@ def wait_until(is_true: Callable[[], bool], playing: list[Future[None]]) -> None
 def test_kills_while_sixteen_contexts_play(chromium: str, site: Site) -> None:
     close_browsers()
     num_threads = threading.active_count()
+    ports = listening_ports()
     site.pages["/many"] = PAGE
     is_over = threading.Event()
     players = [Player(f"{site.url}/many") for _ in range(NUM_CONTEXTS)]
@@ -104,10 +116,14 @@ def test_kills_while_sixteen_contexts_play(chromium: str, site: Site) -> None:
         playing = [pool.submit(player.play, is_over) for player in players]
         try:
             for kill in (kill_browser, kill_a_page, kill_driver, kill_browser):
-                solved, failed = num_solved(), num_failed()
+                solved = num_solved()
                 wait_until(lambda least=solved + 4: num_solved() >= least, playing)
+
+                # Chromium also has renderers without an attempt, such as the next page's.
+                repeat = kill if kill is kill_a_page else None
+                failed = num_failed()
                 kill()
-                wait_until(lambda most=failed: num_failed() > most, playing)
+                wait_until(lambda most=failed: num_failed() > most, playing, repeat)
         finally:
             is_over.set()
 
@@ -120,7 +136,11 @@ def test_kills_while_sixteen_contexts_play(chromium: str, site: Site) -> None:
     close_browsers()
     wait_for_no_process()
     assert not list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*-{os.getpid()}-*"))
-    assert threading.active_count() <= num_threads
+    wait_until(lambda: threading.active_count() <= num_threads, [])
+    assert listening_ports() <= ports
+
+
+def listening_ports() -> set[int]:
+    """The TCP ports of this process."""
     sockets = psutil.Process().net_connections("tcp")
-    ports = [item.laddr.port for item in sockets if item.status == psutil.CONN_LISTEN]
-    assert ports == [site.server_address[1]]
+    return {item.laddr.port for item in sockets if item.status == psutil.CONN_LISTEN}

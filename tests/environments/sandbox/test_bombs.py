@@ -160,7 +160,19 @@ for n in range(5):
 
     asyncio.run(use())
     assert not sleeps(mark)
-    assert not list(Path(tempfile.gettempdir()).glob(f"agentevo-sandbox-{os.getpid()}-*"))
+    assert not list(Path(tempfile.gettempdir()).glob(f"agentevo-sandbox-*-{os.getpid()}-*"))
+
+
+def test_a_deep_folder_goes_with_its_sandbox() -> None:
+    """Without protection nothing bounds the depth."""
+    code = "import os\nfor _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')\nos.getcwd()"
+
+    async def use() -> str | None:
+        async with Sandboxes(SandboxSection(type="none")).open() as sandbox:
+            return (await sandbox.run(code, 300.0)).value
+
+    assert (asyncio.run(use()) or "").count("/d") >= 1500
+    assert not list(Path(tempfile.gettempdir()).glob(f"agentevo-sandbox-*-{os.getpid()}-*"))
 
 
 HOST = """

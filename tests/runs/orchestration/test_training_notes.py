@@ -41,6 +41,24 @@ def test_a_router_s_loss_that_is_not_added_is_named(asks, coef):
     assert named is (asks and not coef)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "command", "ending"),
+    [
+        ("grpo", "train", "adds none: see trainer.router_aux_loss_coef"),
+        ("dpo", "train", "adds none"),
+        ("dpo", "sft", "adds none: see sft.router_aux_loss_coef"),
+    ],
+)
+def test_a_router_s_loss_is_advised_only_where_it_is_possible(algorithm, command, ending):
+    tree = {"environment": {"type": "coins"}, "model": {"name": "tiny"}}
+    config = build_config(tree | {"algorithm": {"name": algorithm}})
+    router = PretrainedConfig(output_router_logits=True)
+    model = SimpleNamespace(device=SimpleNamespace(type="cpu"), config=router)
+    tasks = SimpleNamespace(shortfall=lambda: None)
+    notes = training_notes(SimpleNamespace(config=config, model=model, tasks=tasks), command)
+    assert any(note.endswith(ending) for note in notes)
+
+
 ROUNDS = {"type": "vllm", "options": {"quantization": "fp8", "kv_cache_dtype": "fp8"}}
 
 

@@ -7,8 +7,10 @@ EnvironmentFailure, and the next episode starts a new one. Chromium ends with th
 normal exit by `close_browsers`, and after a kill because the driver's input closes.
 
 A Chromium's files (profile, downloads, sockets) are in one folder of this process, which is deleted
-with it. After a kill of this process the folder stays until another process of this user starts a
-Chromium.
+with it. If its path is longer than MAX_PLACE, the sockets and other temporary files are beside it,
+and stay after a kill of Chromium. After a kill of this process the folder stays until a process of
+this user in the same container (process namespace) starts a Chromium; if the machine boots before
+that, the folder stays until the system clears its temporary folder.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 
 from agentevo.errors import ConfigError, EnvironmentFailure
+from agentevo.runtime.event_loop import in_thread
 from agentevo.runtime.extras import load_extra
-from agentevo.runtime.process_folders import new_folder
+from agentevo.runtime.process_folders import new_folder, remove_folder
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext, Playwright
@@ -55,11 +58,15 @@ LAUNCH_S = 120.0
 """The longest start of Chromium, in seconds."""
 CLOSE_S = 10.0
 """The longest orderly end of a page or of Chromium, in seconds. After that it is killed."""
+STOP_S = 4 * CLOSE_S
+"""The longest end of Chromium: it closes, Playwright's driver closes, what is left is killed, and
+the files are deleted."""
 POLL_S = 0.05
 PREFIX = "agentevo-browser-"
-MAX_PLACE = 62
+MAX_PLACE = 61
 """The longest path of a temporary folder in which Chromium starts, in bytes: it makes a socket
-there, whose path must be shorter than 108 bytes."""
+there, whose path must be shorter than 108 bytes. Its longest name below the folder is
+`.org.chromium.Chromium.XXXXXX/SingletonSocket`."""
 GRACE_S = 15.0
 """How long a call may outlast its deadline before the whole loop counts as blocked, in seconds."""
 
@@ -104,7 +111,8 @@ class BrowserProcess:
     def __init__(self, executable: str) -> None:
         self._executable = executable
         self._tag = ""
-        self._folder: Path | None = None
+        self._folders: list[Path] = []
+        """Those that are not deleted yet."""
         self._playwright: Playwright | None = None
         self._browser: Browser | None = None
         self._starting = asyncio.Lock()
@@ -142,7 +150,7 @@ class BrowserProcess:
         """Starts Chromium if it does not run. Raises EnvironmentFailure if it does not start within
         LAUNCH_S, whatever the deadline of a page is: a start that is broken off is lost, and the
         next one begins again."""
-        self.call(self._start, LAUNCH_S + 2 * CLOSE_S)
+        self.call(self._start, LAUNCH_S + 2 * STOP_S)
 
     async def _start(self) -> None:
         async with self._starting:
@@ -166,7 +174,7 @@ class BrowserProcess:
         except driver_error():
             return  # its Chromium has ended
         except TimeoutError:
-            self._kill()
+            await in_thread(self._kill)
 
     async def _restart(self) -> Browser:
         await self._stop()
@@ -186,10 +194,11 @@ class BrowserProcess:
         if os.geteuid() == 0:
             flags.append("--no-sandbox")  # Chromium as root does not start without it
 
-        self._folder = folder = new_folder(PREFIX)
+        folder = await in_thread(self._new_folder)
         is_short = len(os.fsencode(folder)) <= MAX_PLACE
         self._playwright = await module.async_playwright().start()
-        # `launch` has no option for the profile's folder. The context of this call stays empty.
+        # `launch` has no option for the profile's folder. The context of this call
+        # has one empty page, and no episode uses it.
         context = await self._playwright.chromium.launch_persistent_context(
             folder / "profile",
             artifacts_dir=folder / "artifacts",
@@ -207,33 +216,56 @@ class BrowserProcess:
         assert self._browser is not None
         return self._browser
 
+    def _new_folder(self) -> Path:
+        try:
+            folder = new_folder(PREFIX)
+        except OSError as error:
+            raise EnvironmentFailure(
+                f"a folder for Chromium's files can't be made: {error}: free space in the "
+                "temporary folder, or set TMPDIR to a folder that this user can write to"
+            ) from error
+
+        self._folders.append(folder)
+        return folder
+
     async def _stop(self) -> None:
+        """Takes at most STOP_S."""
+        processes = await in_thread(self._processes)
+        await self._shut_down()
+        await in_thread(self._remove, processes, tuple(self._folders))
+
+    async def _shut_down(self) -> None:
+        """The orderly end of Chromium and of Playwright's driver."""
         browser, playwright = self._browser, self._playwright
         self._browser = self._playwright = None
-        processes = self._processes()
         for item, end in ((browser, "close"), (playwright, "stop")):
             if item is not None:
                 with suppress(TimeoutError, driver_error()):  # a dead one has nothing to end
                     async with asyncio.timeout(CLOSE_S):
                         await getattr(item, end)()
 
+    def _remove(self, processes: list[psutil.Process], folders: tuple[Path, ...]) -> None:
+        """Kills processes and deletes their files, into which they may write until they have
+        ended. A folder that can't be deleted in time is deleted at the next end."""
         _kill_all(processes)
-        await self._remove_folder()
 
-    async def _remove_folder(self) -> None:
-        """Deletes the files of a Chromium that has ended. Its helpers may still write for a
-        moment."""
-        folder, self._folder = self._folder, None
         deadline = time.monotonic() + CLOSE_S
-        while folder is not None and folder.exists() and time.monotonic() < deadline:
-            shutil.rmtree(folder, ignore_errors=True)
-            await asyncio.sleep(POLL_S)
+        for folder in folders:
+            remove_folder(folder)
+            while folder.exists() and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+                remove_folder(folder)
+
+            if not folder.exists():
+                with suppress(ValueError):  # an end that was broken off has deleted it as well
+                    self._folders.remove(folder)
 
     def _kill(self) -> None:
         _kill_all(self._processes())
 
     def _processes(self) -> list[psutil.Process]:
-        """The processes of Chromium, also if its parent has died, and Playwright's driver."""
+        """Chromium's main process, also if its parent has died, all processes below it, and
+        Playwright's driver. Not those whose main process has died: they end by themselves."""
         if not self._tag:
             return []
 
@@ -249,12 +281,14 @@ class BrowserProcess:
         return processes
 
     def close(self) -> None:
-        """Ends Chromium and the thread."""
+        """Ends Chromium and the thread. At the exit of the program no call can go to another
+        thread, so this one kills and deletes."""
         processes = self._processes()
-        future = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
+        future = asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
         with suppress(TimeoutError):
             future.result(2 * CLOSE_S + GRACE_S)
-        _kill_all(processes)
+        self._remove(processes, tuple(self._folders))
+
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
         if not self._thread.is_alive():
@@ -267,10 +301,23 @@ def first_line(error: Exception) -> str:
 
 
 def _kill_all(processes: list[psutil.Process]) -> None:
+    """Kills the processes and waits for their end, at most CLOSE_S."""
     for process in processes:
         with suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(processes, timeout=CLOSE_S)
+
+    deadline = time.monotonic() + CLOSE_S
+    while any(map(_is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Whether it still runs. A zombie does not: it stays where its new parent does not reap, such
+    as in a container whose first program is `sleep`."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 _shared: dict[tuple[int, str], BrowserProcess] = {}

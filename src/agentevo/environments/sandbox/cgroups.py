@@ -17,13 +17,13 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from agentevo.errors import SandboxError
-from agentevo.runtime.process_folders import is_gone, owner
+from agentevo.runtime.process_folders import IDENTITY, is_gone, owner
 
 CONTROLLERS = ("memory", "pids", "cpu")
 PREFIX = "agentevo-sandbox-"
@@ -34,7 +34,7 @@ OWN_TASKS = 6
 interpreter."""
 _PERIOD_US = 100_000
 _POLL_INTERVAL_S = 0.005
-_NAME = re.compile(rf"{PREFIX}(\d+-\d+-\d+)-\d+")
+_NAME = re.compile(rf"{PREFIX}({IDENTITY})-\d+")
 _finding = threading.Lock()
 _numbers = itertools.count(1)
 
@@ -200,11 +200,14 @@ def _try(folder: Path) -> None:
         group.end(time.monotonic() + 2.0)
 
 
-def _groups_below(folder: Path) -> Iterator[Path]:
-    """The groups below it, inner ones first. Sandboxed code with access could have created them."""
-    for path, _, _ in os.walk(folder, topdown=False):
-        if path != str(folder):
-            yield Path(path)
+def _groups_below(folder: Path) -> list[Path]:
+    """The groups below it, inner ones first. Sandboxed code with access could have created them, in
+    any depth."""
+    groups = [folder]
+    for group in groups:
+        with contextlib.suppress(OSError), os.scandir(group) as entries:
+            groups += [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return groups[:0:-1]
 
 
 def _remove_stale(folder: Path) -> None:

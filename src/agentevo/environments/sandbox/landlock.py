@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from functools import cache
@@ -40,7 +39,7 @@ from agentevo.environments.sandbox.local import LocalKind
 from agentevo.environments.sandbox.sandbox import sandboxes
 from agentevo.environments.sandbox.seccomp import is_supported, seccomp_program
 from agentevo.errors import SandboxError
-from agentevo.runtime.process_folders import new_folder
+from agentevo.runtime.process_folders import new_folder, remove_folder
 
 if TYPE_CHECKING:
     from agentevo.environments.sandbox.section import SandboxSection
@@ -102,7 +101,7 @@ def launch_in_way(way: str, section: SandboxSection) -> SandboxLaunch:
         folder=None if has_namespace else folder,
         work=str(folder),
         has_namespace=has_namespace,
-        clean=lambda: shutil.rmtree(folder, ignore_errors=True),
+        clean=lambda: remove_folder(folder),
     )
 
 
@@ -170,7 +169,7 @@ def _try_way(way: str) -> str:
         finally:
             os.close(filter_fd)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
 
     error_lines = trial.stderr.decode("utf-8", "replace").strip().splitlines()
     return "" if trial.returncode == 0 else (error_lines or ["the trial gave no reason"])[-1][:300]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import socket
 import struct
 import subprocess
@@ -53,7 +52,7 @@ from agentevo.environments.sandbox.sandbox import (
 from agentevo.environments.sandbox.termination import end_all_of, end_with_this_process, kill
 from agentevo.errors import SandboxError, storable
 from agentevo.runtime.event_loop import in_thread
-from agentevo.runtime.process_folders import new_folder
+from agentevo.runtime.process_folders import new_folder, remove_folder
 
 if TYPE_CHECKING:
     from agentevo.environments.sandbox.section import SandboxSection
@@ -416,5 +415,5 @@ class Unconfined(LocalKind):
             folder=folder,
             has_namespace=False,
             work=str(folder),
-            clean=lambda: shutil.rmtree(folder, ignore_errors=True),
+            clean=lambda: remove_folder(folder),
         )

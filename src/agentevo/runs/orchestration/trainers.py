@@ -151,11 +151,12 @@ def training_notes(parts: Components, command: RunCommand) -> list[str]:
     section = parts.config.sft if command == "sft" else parts.config.trainer
     asks = getattr(text_config, "output_router_logits", False)
     if asks and section.router_aux_loss_coef == 0:
-        key = "sft" if command == "sft" else "trainer"
+        advice = ": see sft.router_aux_loss_coef" if command == "sft" else ""
+        if command != "sft" and parts.config.algorithm.preference() is None:
+            advice = ": see trainer.router_aux_loss_coef"
         notes.append(
             "the model's config.json asks for a load-balancing loss of its router "
-            "(output_router_logits=true), and training adds none: see "
-            f"{key}.router_aux_loss_coef"
+            f"(output_router_logits=true), and training adds none{advice}"
         )
 
     device = parts.model.device
