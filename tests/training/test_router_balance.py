@@ -21,6 +21,7 @@ from agentevo.config import (
 )
 from agentevo.errors import ConfigError
 from agentevo.models.compute.activations import keep_activations
+from agentevo.models.compute.attention import prepare
 from agentevo.training.supervised import SupervisedTrainer
 from agentevo.training.trainer import Trainer
 
@@ -48,9 +49,19 @@ def test_a_step_has_the_loss_and_the_gradient_of_transformers(
     name, settings, random_model, monkeypatch
 ):
     model, alone = copy.deepcopy(random_model(name))
-    found, of_step, parts = supervised(model, monkeypatch, **settings)
+    parts = check_step(model, alone, monkeypatch, **settings)
     assert (len(parts) > 1) is ("micro_batch_tokens" in settings)
 
+
+def test_the_number_of_experts_of_a_token_may_be_in_the_config_of_the_ffn(monkeypatch):
+    check_step(prepare(runs.dbrx()), runs.dbrx(), monkeypatch)
+
+
+def check_step(
+    model: PreTrainedModel, alone: PreTrainedModel, monkeypatch, **settings
+) -> list[list[int]]:
+    """Compares a step with transformers' own loss and gradient. Returns the micro-batches."""
+    found, of_step, parts = supervised(model, monkeypatch, **settings)
     expected, loss = of_transformers(alone, parts)
     assert found["sft/router_aux_loss"] == pytest.approx(expected.item(), rel=1e-5)
     loss.backward()
@@ -58,6 +69,7 @@ def test_a_step_has_the_loss_and_the_gradient_of_transformers(
     assert wanted.keys() == of_step.keys()
     for key in wanted:
         torch.testing.assert_close(of_step[key], wanted[key], rtol=1e-3, atol=2e-5)
+    return parts
 
 
 def test_without_a_coefficient_nothing_is_added(random_model, monkeypatch):

@@ -45,6 +45,7 @@ class RouterBalance:
         self._model = model
         self._routers = _routers_of(model, key)
         self._function = _loss_function(model, key)
+        self._top_k = _top_k(model, key)
         self._tokens = 0
 
     @classmethod
@@ -68,8 +69,7 @@ class RouterBalance:
                 f"the routers choose for {sorted({len(x) for x in logits})} tokens in a pass over "
                 f"{len(weights)}: this is a defect of AgentEvo; set router_aux_loss_coef to 0"
             )
-        top_k = self._model.config.get_text_config().num_experts_per_tok
-        return self._function(logits, logits[0].shape[-1], top_k, weights)
+        return self._function(logits, logits[0].shape[-1], self._top_k, weights)
 
 
 def listening(
@@ -110,8 +110,7 @@ class RouterListener:
 
 def check_balance(model: PreTrainedModel, key: str) -> None:
     """Raises ConfigError for a model whose family has no load-balancing loss in transformers."""
-    _routers_of(model, key)
-    _loss_function(model, key)
+    RouterBalance(model, 0.0, key)
 
 
 def _routers_of(model: PreTrainedModel, key: str) -> dict[nn.Module, int]:
@@ -147,6 +146,18 @@ def _loss_function(model: PreTrainedModel, key: str) -> Callable[..., torch.Tens
     if function is None or function.__code__.co_varnames[: len(ARGUMENTS)] != ARGUMENTS:
         raise _refusal(model, key, "transformers has no load-balancing loss for it")
     return function
+
+
+def _top_k(model: PreTrainedModel, key: str) -> int:
+    """The number of experts that a token is routed to."""
+    config = model.config.get_text_config()
+    of_experts = getattr(config, "ffn_config", None)  # of DBRX
+    for owner, name in ((config, "num_experts_per_tok"), (of_experts, "moe_top_k")):
+        top_k = getattr(owner, name, None)
+        if isinstance(top_k, int):
+            return top_k
+
+    raise _refusal(model, key, "its config.json has no num_experts_per_tok")
 
 
 def _refusal(model: PreTrainedModel, key: str, why: str) -> ConfigError:
