@@ -174,12 +174,13 @@ def _properties(schema: Schema) -> Schema:
 
 def _kinds(schema: Schema) -> set[str]:
     """The types that the schema itself names or shows by its keys."""
-    kind = schema.get("type")
-    kinds = {kind} if isinstance(kind, str) else {*kind} if isinstance(kind, list) else set()
+    stated = schema.get("type")
+    stated = stated if isinstance(stated, list) else [stated]
+    kinds = {kind for kind in stated if isinstance(kind, str)}
     if not kinds:
         kinds |= {"object"} if "properties" in schema else set()
         kinds |= {"array"} if "items" in schema else set()
-    return {kind for kind in kinds if isinstance(kind, str)}
+    return kinds
 
 
 def _parts(whole: Schema, schema: Schema) -> list[Schema]:
