@@ -22,6 +22,9 @@ from agentevo.config import (
 from agentevo.errors import ConfigError
 from agentevo.models.compute.activations import keep_activations
 from agentevo.models.compute.attention import prepare
+from agentevo.training.batching.packing import pack
+from agentevo.training.kernels.output_layer import token_logprobs
+from agentevo.training.router_balance import RouterBalance
 from agentevo.training.supervised import SupervisedTrainer
 from agentevo.training.trainer import Trainer
 
@@ -70,6 +73,40 @@ def check_step(
     for key in wanted:
         torch.testing.assert_close(of_step[key], wanted[key], rtol=1e-3, atol=2e-5)
     return parts
+
+
+def loss_of(
+    model: PreTrainedModel, parts: list[list[int]], merge: bool
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of the routers over these micro-batches, and its gradients."""
+    balance = RouterBalance(model, COEF, "trainer.router_aux_loss_coef")
+    balance.begin(SAMPLES)
+    losses = []
+    for part in parts:
+        batch = pack([SAMPLES[index] for index in part], torch.device("cpu"), merge=merge)
+        with balance.listen(batch) as routers:
+            token_logprobs(model, batch)
+        losses.append(routers.loss())
+
+    loss = torch.stack(losses).sum()
+    loss.backward()
+    return float(loss.detach()), gradients(model)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-next"])
+def test_the_loss_depends_on_the_micro_batches_and_not_on_merging(name, random_model):
+    def loss(parts: list[list[int]], merge: bool) -> tuple[float, dict[str, torch.Tensor]]:
+        return loss_of(copy.deepcopy(random_model(name).model), parts, merge)
+
+    merged, wanted = loss([[0, 1], [2, 3]], merge=True)
+    unmerged, found = loss([[0, 1], [2, 3]], merge=False)
+    assert unmerged == pytest.approx(merged, rel=1e-5)
+    assert wanted.keys() == found.keys()
+    for key in wanted:
+        torch.testing.assert_close(found[key], wanted[key], rtol=1e-3, atol=2e-5)
+
+    divided, _ = loss([[0], [1], [2], [3]], merge=True)
+    assert divided != pytest.approx(merged, rel=1e-3)
 
 
 def test_without_a_coefficient_nothing_is_added(random_model, monkeypatch):

@@ -5,9 +5,10 @@
 
 f_e: the mean number of a token's top_k choices that are e. P_e: the mean of e's probability; only P
 has a gradient. Both are means over the layers and over all tokens of the micro-batch's samples,
-trained or not. A token that samples share counts once for each of them, and padding does not count,
-so merging and packing change nothing. A minibatch's loss is the mean over its micro-batches of all
-ranks, each with its share of the minibatch's tokens.
+trained or not. A token that samples share counts once for each of them, and padding does not count:
+the same micro-batch has the same loss merged or not, on the tree and on rows. A minibatch's loss is
+the mean over its micro-batches of all ranks, each with its share of the minibatch's tokens. The
+loss is not linear in the tokens, so it depends on which samples share a micro-batch.
 
 The logits are those of the pass that computes the log-probs. Layers that the backward pass computes
 again are not recorded, so nothing counts twice.
