@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from several_processes import run_processes
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from agentevo.config import (
     AlgorithmSection,
@@ -24,7 +24,7 @@ from agentevo.models.compute.activations import keep_activations
 from agentevo.models.compute.attention import prepare
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
-from agentevo.training.router_balance import RouterBalance
+from agentevo.training.router_balance import RouterBalance, check_balance
 from agentevo.training.supervised import SupervisedTrainer
 from agentevo.training.trainer import Trainer
 
@@ -176,6 +176,15 @@ def test_a_model_without_routers_is_refused(random_model):
         model = random_model(name).model
         with pytest.raises(ConfigError, match=r"sft\.router_aux_loss_coef: .*can't be balanced"):
             SupervisedTrainer(model, SFTSection(router_aux_loss_coef=COEF), 10)
+
+
+@pytest.mark.parametrize("name", ["minimax_m2", "ernie4_5_moe"])
+def test_a_model_whose_routers_choose_by_a_bias_is_refused(name):
+    shape = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 97, "num_hidden_layers": 2}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**shape))
+    with pytest.raises(ConfigError, match="a bias decides its choices"):
+        check_balance(model, "trainer.router_aux_loss_coef")
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 
     E * sum over experts e of f_e * P_e
 
-f_e: the mean number of a token's top_k choices that are e. P_e: the mean of e's probability; only P
-has a gradient. Both are means over the layers and over all tokens of the micro-batch's samples,
-trained or not. A token that samples share counts once for each of them, and padding does not count:
-the same micro-batch has the same loss merged or not, on the tree and on rows. A minibatch's loss is
-the mean over its micro-batches of all ranks, each with its share of the minibatch's tokens. The
-loss is not linear in the tokens, so it depends on which samples share a micro-batch.
+f_e: the mean number of a token's top_k most probable experts that are e. P_e: the mean of e's
+probability; only P has a gradient. Both are means over the layers and over all tokens of the
+micro-batch's samples, trained or not. A token that samples share counts once for each of them, and
+padding does not count: the same micro-batch has the same loss merged or not, on the tree and on
+rows. A minibatch's loss is the mean over its micro-batches of all ranks, each with its share of the
+minibatch's tokens. The loss is not linear in the tokens, so it depends on which samples share a
+micro-batch. Routers that choose by a bias are refused: f would count other experts than theirs.
 
 The logits are those of the pass that computes the log-probs. Layers that the backward pass computes
 again are not recorded, so nothing counts twice.
@@ -110,13 +111,15 @@ class RouterListener:
 
 
 def check_balance(model: PreTrainedModel, key: str) -> None:
-    """Raises ConfigError for a model whose family has no load-balancing loss in transformers."""
+    """Raises ConfigError for a model whose family has no load-balancing loss in transformers, or
+    whose routers choose by a bias."""
     RouterBalance(model, 0.0, key)
 
 
 def _routers_of(model: PreTrainedModel, key: str) -> dict[nn.Module, int]:
     """The modules whose output has the router's logits, in the order of the layers, and the place
-    in the output, as transformers records them."""
+    in the output, as transformers records them. Raises ConfigError unless a token's experts are
+    those with the largest logits."""
     routers: dict[nn.Module, int] = {}
     for owner in causal_model(model).modules():
         if not isinstance(owner, PreTrainedModel):
@@ -135,6 +138,11 @@ def _routers_of(model: PreTrainedModel, key: str) -> dict[nn.Module, int]:
 
     if not routers:
         raise _refusal(model, key, "it has no routers whose logits transformers records")
+
+    inner = causal_model(model)
+    names = [name for name, _ in [*inner.named_parameters(), *inner.named_buffers()]]
+    if any(name.endswith(".e_score_correction_bias") for name in names):
+        raise _refusal(model, key, "a bias decides its choices, which the loss does not count")
     return routers
 
 
