@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.router_balance import RouterBalance, check_balance
 from agentevo.training.supervised import SupervisedTrainer
 from agentevo.training.trainer import Trainer
+from agentevo.types import Sample
 
 sys.path.insert(0, str(Path(__file__).parent))
 import router_balance_runs as runs
@@ -76,14 +78,14 @@ def check_step(
 
 
 def loss_of(
-    model: PreTrainedModel, parts: list[list[int]], merge: bool
+    model: PreTrainedModel, parts: list[list[Sample]], merge: bool
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss of the routers over these micro-batches, and its gradients."""
     balance = RouterBalance(model, COEF, "trainer.router_aux_loss_coef")
-    balance.begin(SAMPLES)
+    balance.begin(list(chain(*parts)))
     losses = []
     for part in parts:
-        batch = pack([SAMPLES[index] for index in part], torch.device("cpu"), merge=merge)
+        batch = pack(part, torch.device("cpu"), merge=merge).with_all_rows()
         with balance.listen(batch) as routers:
             token_logprobs(model, batch)
         losses.append(routers.loss())
@@ -95,18 +97,31 @@ def loss_of(
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-next"])
 def test_the_loss_depends_on_the_micro_batches_and_not_on_merging(name, random_model):
-    def loss(parts: list[list[int]], merge: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    def loss(parts: list[list[Sample]], merge: bool) -> tuple[float, dict[str, torch.Tensor]]:
         return loss_of(copy.deepcopy(random_model(name).model), parts, merge)
 
-    merged, wanted = loss([[0, 1], [2, 3]], merge=True)
-    unmerged, found = loss([[0, 1], [2, 3]], merge=False)
+    halves = [SAMPLES[:2], SAMPLES[2:]]
+    merged, wanted = loss(halves, merge=True)
+    unmerged, found = loss(halves, merge=False)
     assert unmerged == pytest.approx(merged, rel=1e-5)
     assert wanted.keys() == found.keys()
     for key in wanted:
         torch.testing.assert_close(found[key], wanted[key], rtol=1e-3, atol=2e-5)
 
-    divided, _ = loss([[0], [1], [2], [3]], merge=True)
+    divided, _ = loss([[sample] for sample in SAMPLES], merge=True)
     assert divided != pytest.approx(merged, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-next"])
+def test_tokens_whose_output_nobody_needs_count(name, random_model):
+    samples = [
+        Sample.given(str(n), "g", [*runs.PREFIX, 40 + n], [False] * 30 + [True]) for n in range(4)
+    ]
+    model, alone = copy.deepcopy(random_model(name))
+    found, _ = loss_of(model, [samples], merge=True)
+    ids, mask = runs.padded(samples)
+    expected = alone(input_ids=ids, attention_mask=mask, output_router_logits=True).aux_loss
+    assert found == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_without_a_coefficient_nothing_is_added(random_model, monkeypatch):

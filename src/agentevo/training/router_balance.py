@@ -60,7 +60,8 @@ class RouterBalance:
         self._tokens = sum(len(sample.ids) for sample in samples)
 
     def listen(self, batch: PackedBatch) -> RouterListener:
-        """Records the routers in one pass over a micro-batch of the minibatch."""
+        """Records the routers in one pass over a micro-batch of the minibatch, which has
+        `all_rows`."""
         share = batch.num_logical / self._tokens
         weights = _token_weights(self._model, batch)
         return RouterListener(self._routers, lambda logits: share * self._loss(logits, weights))
@@ -188,5 +189,5 @@ def _token_weights(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     passes = batch.row_passes(settings.pads, shares=shares_states(model))
     nodes = np.concatenate([nodes.ravel() for nodes in passes.nodes])
     rows_of_node = np.bincount(nodes[nodes >= 0], minlength=tree.num_nodes)
-    weights = np.where(nodes >= 0, samples_of_node[nodes] / np.maximum(rows_of_node[nodes], 1), 0)
+    weights = np.where(nodes >= 0, (samples_of_node / rows_of_node)[nodes], 0)
     return torch.from_numpy(weights).float()
