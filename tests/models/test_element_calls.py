@@ -120,6 +120,16 @@ def nested_call(parameters: dict[str, Any], body: str) -> list[tuple[str, Any]]:
     return called(parser_named("minimax_m3").parse(text, tools=tools))
 
 
+def test_a_nested_value_has_the_type_of_its_own_schema() -> None:
+    number = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    parameters = {
+        "type": "object",
+        "allOf": [{"properties": {"a": number}, "additionalProperties": {"type": "string"}}],
+    }
+    body = "<a>S<n>1S</n>S</a>S<b>1S</b>"
+    assert nested_call(parameters, body) == [("f", {"a": {"n": 1}, "b": "1"})]
+
+
 @pytest.mark.parametrize("kind", [[{"x": 1}], [["object"]], {"x": 1}, 7, [None]])
 def test_a_type_that_is_no_type_allows_an_object(kind: Any) -> None:
     parameters = {"type": "object", "properties": {"a": {"type": kind}}}
