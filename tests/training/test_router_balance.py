@@ -125,10 +125,18 @@ def test_tokens_whose_output_nobody_needs_count(name, random_model):
 
 
 def test_without_a_coefficient_nothing_is_added(random_model, monkeypatch):
-    model = copy.deepcopy(random_model("mixtral").model)
-    model.config.output_router_logits = True
-    metrics, _, _ = supervised(model, monkeypatch, 0.0)
+    steps = []
+    for asks in (False, True):
+        model = copy.deepcopy(random_model("mixtral").model)
+        model.config.output_router_logits = asks
+        model.config.router_aux_loss_coef = COEF
+        steps.append(supervised(model, monkeypatch, 0.0))
+
+    (before, wanted, _), (metrics, found, _) = steps
+    assert metrics["sft/loss"] == before["sft/loss"]
     assert "sft/router_aux_loss" not in metrics
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
