@@ -250,6 +250,17 @@ def test_thoughts_of_deepseek_are_in_the_prompt_and_the_history(template):
     assert text_of(chat, plain.completion(Message("assistant", "two"))).startswith("two<")
 
 
+@pytest.mark.parametrize("template", [DEEPSEEK_V32, DEEPSEEK_V4], ids=["v32", "v4"])
+@pytest.mark.parametrize("rest", [[], [USER]], ids=["alone", "before a question"])
+def test_a_developers_rules_are_those_of_a_system_message(template, rest):
+    chat = CHATS[template]
+    prompts = [
+        text_of(chat, chat.first_prompt([Message(role, "Be brief."), *rest]))
+        for role in ("system", "developer")
+    ]
+    assert "Be brief." in prompts[0] and prompts[0] == prompts[1]
+
+
 def test_the_notations_of_deepseek_are_those_of_its_encoders():
     """The texts are those of encoding_dsv32.py and encoding_dsv4.py."""
     first, second = (ToolCall("add", '{"a": 1, "b": "x, {y}"}', "1"), ToolCall("add", "{}", "2"))

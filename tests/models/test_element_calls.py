@@ -114,6 +114,28 @@ def test_without_a_schema_the_form_decides(body: str, expected: dict[str, Any]) 
     assert called(parser_named("minimax_m3").parse(text.replace("S", S))) == [("f", expected)]
 
 
+def nested_call(parameters: dict[str, Any], body: str) -> list[tuple[str, Any]]:
+    text = f'S<tool_call>\nS<invoke name="f">S{body}S</invoke>\nS</tool_call>'.replace("S", S)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    return called(parser_named("minimax_m3").parse(text, tools=tools))
+
+
+def test_a_nested_value_has_the_type_of_its_own_schema() -> None:
+    number = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    parameters = {
+        "type": "object",
+        "allOf": [{"properties": {"a": number}, "additionalProperties": {"type": "string"}}],
+    }
+    body = "<a>S<n>1S</n>S</a>S<b>1S</b>"
+    assert nested_call(parameters, body) == [("f", {"a": {"n": 1}, "b": "1"})]
+
+
+@pytest.mark.parametrize("kind", [[{"x": 1}], [["object"]], {"x": 1}, 7, [None]])
+def test_a_type_that_is_no_type_allows_an_object(kind: Any) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": kind}}}
+    assert nested_call(parameters, "<a>S<b>1S</b>S</a>") == [("f", {"a": {"b": 1}})]
+
+
 @pytest.mark.parametrize(
     ("body", "problem"),
     [

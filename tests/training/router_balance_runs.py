@@ -10,7 +10,13 @@ from unittest.mock import patch
 import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
+from transformers import (
+    DbrxConfig,
+    DbrxForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 
 from agentevo.config import ParallelSection, SFTSection
 from agentevo.models.compute.attention import prepare
@@ -75,6 +81,21 @@ def mixture() -> PreTrainedModel:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
     return MixtralForCausalLM(MixtralConfig(vocab_size=97, **shape, **heads, **experts)).eval()
+
+
+def dbrx() -> PreTrainedModel:
+    """A mixture whose config.json has no num_experts_per_tok."""
+    torch.manual_seed(3)
+    config = DbrxConfig(
+        d_model=32,
+        n_heads=4,
+        n_layers=2,
+        vocab_size=97,
+        initializer_range=0.2,
+        attn_config={"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    )
+    return DbrxForCausalLM(config).eval()
 
 
 def whole_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:

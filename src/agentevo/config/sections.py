@@ -117,7 +117,7 @@ class TrainerSection(Section):
     stored, for `data.best_of` and `data.pairs_from` of another run."""
     micro_batch_tokens: int = Field(default=16384, ge=64)
     """Maximum number of distinct tokens in one forward and backward pass. The result does not
-    depend on it."""
+    depend on it, except for the loss of `router_aux_loss_coef`."""
     optimizer_from: Path | None = None
     """Folder of a checkpoint whose optimizer state (AdamW's moments) this run continues with. The
     learning rate starts its own schedule. Set model.name to the same checkpoint, whose weights the
@@ -127,8 +127,9 @@ class TrainerSection(Section):
     prefixes. `rows`: the model's own forward pass, a sequence per row. `auto`: tree, or rows for
     models that the tree would compute differently from transformers. docs/architectures.md"""
     prefix_merging: bool = True
-    """Compute a common prefix of several samples only once. The result does not depend on it. If
-    false, every sample is computed in full, as in most trainers; this is slower, and useful for
+    """Compute a common prefix of several samples only once. The result does not depend on it,
+    except for the loss of `router_aux_loss_coef`, because it changes the micro-batches. If false,
+    every sample is computed in full, as in most trainers; this is slower, and useful for
     comparison."""
     torch_compile: bool = True
     """On a GPU, fuse the kernels of decoder layers with torch.compile: steps are faster and use

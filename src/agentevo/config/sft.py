@@ -90,13 +90,14 @@ class SFTSection(Section):
     """Gradients are scaled down to this global L2 norm."""
     micro_batch_tokens: int = Field(default=16384, ge=64)
     """Maximum number of distinct tokens in one forward and backward pass. The result does not
-    depend on it."""
+    depend on it, except for the loss of `router_aux_loss_coef`."""
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
     """As trainer.router_aux_loss_coef."""
     prefix_merging: bool = True
-    """Compute a common prefix of several conversations only once. The result does not depend on it.
-    If false, every conversation is computed in full, as in most trainers; this is slower, and
-    useful for comparison."""
+    """Compute a common prefix of several conversations only once. The result does not depend on it,
+    except for the loss of `router_aux_loss_coef`, because it changes the micro-batches. If false,
+    every conversation is computed in full, as in most trainers; this is slower, and useful for
+    comparison."""
 
 
 def check_sft(config: RunConfig) -> None:

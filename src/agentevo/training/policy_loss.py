@@ -103,6 +103,8 @@ class MinibatchLoss:
         """This micro-batch's part of the loss, and sums over its tokens for the metrics. `weights`
         [S] are the weights of the batch's rows, see `row_weights`. `listen` is called with the
         log-probs and entropies, [S, T]. `balance` adds the routers' loss."""
+        if balance is not None:
+            batch = batch.with_all_rows()
         with listening(balance, batch) as routers:
             chosen_logp, node_entropy = token_logprobs(model, batch)  # [M], [R]
         logp = batch.table(chosen_logp)  # [S, T]

@@ -3,11 +3,13 @@
 
     E * sum over experts e of f_e * P_e
 
-f_e: the mean number of a token's top_k choices that are e. P_e: the mean of e's probability; only P
-has a gradient. Both are means over the layers and over all tokens of the micro-batch's samples,
-trained or not. A token that samples share counts once for each of them, and padding does not count,
-so merging and packing change nothing. A minibatch's loss is the mean over its micro-batches of all
-ranks, each with its share of the minibatch's tokens.
+f_e: the mean number of a token's top_k most probable experts that are e. P_e: the mean of e's
+probability; only P has a gradient. Both are means over the layers and over all tokens of the
+micro-batch's samples, trained or not. A token that samples share counts once for each of them, and
+padding does not count: the same micro-batch has the same loss merged or not, on the tree and on
+rows. A minibatch's loss is the mean over its micro-batches of all ranks, each with its share of the
+minibatch's tokens. The loss is not linear in the tokens, so it depends on which samples share a
+micro-batch. Routers that choose by a bias are refused: f would count other experts than theirs.
 
 The logits are those of the pass that computes the log-probs. Layers that the backward pass computes
 again are not recorded, so nothing counts twice.
@@ -45,6 +47,7 @@ class RouterBalance:
         self._model = model
         self._routers = _routers_of(model, key)
         self._function = _loss_function(model, key)
+        self._top_k = _top_k(model, key)
         self._tokens = 0
 
     @classmethod
@@ -57,7 +60,8 @@ class RouterBalance:
         self._tokens = sum(len(sample.ids) for sample in samples)
 
     def listen(self, batch: PackedBatch) -> RouterListener:
-        """Records the routers in one pass over a micro-batch of the minibatch."""
+        """Records the routers in one pass over a micro-batch of the minibatch, which has
+        `all_rows`."""
         share = batch.num_logical / self._tokens
         weights = _token_weights(self._model, batch)
         return RouterListener(self._routers, lambda logits: share * self._loss(logits, weights))
@@ -68,8 +72,7 @@ class RouterBalance:
                 f"the routers choose for {sorted({len(x) for x in logits})} tokens in a pass over "
                 f"{len(weights)}: this is a defect of AgentEvo; set router_aux_loss_coef to 0"
             )
-        top_k = self._model.config.get_text_config().num_experts_per_tok
-        return self._function(logits, logits[0].shape[-1], top_k, weights)
+        return self._function(logits, logits[0].shape[-1], self._top_k, weights)
 
 
 def listening(
@@ -109,14 +112,15 @@ class RouterListener:
 
 
 def check_balance(model: PreTrainedModel, key: str) -> None:
-    """Raises ConfigError for a model whose family has no load-balancing loss in transformers."""
-    _routers_of(model, key)
-    _loss_function(model, key)
+    """Raises ConfigError for a model whose family has no load-balancing loss in transformers, or
+    whose routers choose by a bias."""
+    RouterBalance(model, 0.0, key)
 
 
 def _routers_of(model: PreTrainedModel, key: str) -> dict[nn.Module, int]:
     """The modules whose output has the router's logits, in the order of the layers, and the place
-    in the output, as transformers records them."""
+    in the output, as transformers records them. Raises ConfigError unless a token's experts are
+    those with the largest logits."""
     routers: dict[nn.Module, int] = {}
     for owner in causal_model(model).modules():
         if not isinstance(owner, PreTrainedModel):
@@ -135,6 +139,11 @@ def _routers_of(model: PreTrainedModel, key: str) -> dict[nn.Module, int]:
 
     if not routers:
         raise _refusal(model, key, "it has no routers whose logits transformers records")
+
+    inner = causal_model(model)
+    names = [name for name, _ in [*inner.named_parameters(), *inner.named_buffers()]]
+    if any(name.endswith(".e_score_correction_bias") for name in names):
+        raise _refusal(model, key, "a bias decides its choices, which the loss does not count")
     return routers
 
 
@@ -147,6 +156,18 @@ def _loss_function(model: PreTrainedModel, key: str) -> Callable[..., torch.Tens
     if function is None or function.__code__.co_varnames[: len(ARGUMENTS)] != ARGUMENTS:
         raise _refusal(model, key, "transformers has no load-balancing loss for it")
     return function
+
+
+def _top_k(model: PreTrainedModel, key: str) -> int:
+    """The number of experts that a token is routed to."""
+    config = model.config.get_text_config()
+    of_experts = getattr(config, "ffn_config", None)  # of DBRX
+    for owner, name in ((config, "num_experts_per_tok"), (of_experts, "moe_top_k")):
+        top_k = getattr(owner, name, None)
+        if isinstance(top_k, int):
+            return top_k
+
+    raise _refusal(model, key, "its config.json has no num_experts_per_tok")
 
 
 def _refusal(model: PreTrainedModel, key: str, why: str) -> ConfigError:
@@ -168,5 +189,5 @@ def _token_weights(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     passes = batch.row_passes(settings.pads, shares=shares_states(model))
     nodes = np.concatenate([nodes.ravel() for nodes in passes.nodes])
     rows_of_node = np.bincount(nodes[nodes >= 0], minlength=tree.num_nodes)
-    weights = np.where(nodes >= 0, samples_of_node[nodes] / np.maximum(rows_of_node[nodes], 1), 0)
+    weights = np.where(nodes >= 0, (samples_of_node / rows_of_node)[nodes], 0)
     return torch.from_numpy(weights).float()

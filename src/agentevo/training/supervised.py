@@ -155,7 +155,8 @@ class SupervisedTrainer:
             self.balance.begin(samples)
             sums["sft/router_aux_loss"] = 0.0
 
-        for indices, batch in batches:
+        for indices, packed in batches:
+            batch = packed if self.balance is None else packed.with_all_rows()
             self.flops.count_training([samples[i] for i in indices], batch)
             with phase("forward"):
                 with listening(self.balance, batch) as routers:

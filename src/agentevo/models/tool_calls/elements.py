@@ -22,7 +22,7 @@ from agentevo.models.tool_calls.output import OpenCall, ParsedOutput, Recovery, 
 from agentevo.models.tool_calls.parameters import (
     MAX_DEPTH,
     MAX_SCHEMAS,
-    json_by,
+    json_of_value,
     json_text,
     referred_schema,
 )
@@ -36,8 +36,6 @@ _WRAPPER = f"{SEPARATOR}<tool_call>"
 _WRAPPER_END = f"{SEPARATOR}</tool_call>"
 _END = "</invoke>"
 _ITEM = "item"
-_VALUE = "value of an element"
-"""A property for the schema of any element."""
 _RECOVERY = Recovery((f"{SEPARATOR}{_END}",), (_BEGIN, _WRAPPER_END))
 MAX_LEVELS = 100
 """The deepest nesting of elements."""
@@ -130,14 +128,13 @@ Schema = Mapping[str, Any]
 
 
 def _json_of(text: CallText, whole: Schema, schema: Schema, element: Element) -> str:
-    """The element as JSON. `schema` is the element's, within the tool's schema `whole`."""
+    """The element as JSON by its `schema`, whose references lead into the tool's schema `whole`."""
     kinds = {kind for part in _parts(whole, schema) for kind in _kinds(part)}
     if not element.children:
         is_empty = not element.text.strip() and "string" not in kinds
         if is_empty and kinds & {"array", "object"}:
             return "[]" if "array" in kinds else "{}"
-        declared = {**_properties(whole), _VALUE: schema}
-        return json_by({**whole, "properties": declared}, _VALUE, element.text)
+        return json_of_value(schema, element.text, whole)
 
     keys = [key for key, _ in element.children]
     if set(keys) == {_ITEM} and ("array" in kinds or "object" not in kinds):
@@ -174,12 +171,13 @@ def _properties(schema: Schema) -> Schema:
 
 def _kinds(schema: Schema) -> set[str]:
     """The types that the schema itself names or shows by its keys."""
-    kind = schema.get("type")
-    kinds = {kind} if isinstance(kind, str) else {*kind} if isinstance(kind, list) else set()
+    stated = schema.get("type")
+    stated = stated if isinstance(stated, list) else [stated]
+    kinds = {kind for kind in stated if isinstance(kind, str)}
     if not kinds:
         kinds |= {"object"} if "properties" in schema else set()
         kinds |= {"array"} if "items" in schema else set()
-    return {kind for kind in kinds if isinstance(kind, str)}
+    return kinds
 
 
 def _parts(whole: Schema, schema: Schema) -> list[Schema]:

@@ -59,7 +59,15 @@ class ParameterTypes:
 def json_by(schema: Mapping[str, Any], parameter: str, value: str) -> str:
     """The value of a parameter as JSON, by the schema of all parameters; see the module. Python's
     words for true, false and null are accepted if the schema allows anything."""
-    check = _ValueCheck(schema, parameter)
+    return _json_allowed(_ValueCheck(schema, schema, parameter), value)
+
+
+def json_of_value(schema: Mapping[str, Any], value: str, root: Mapping[str, Any]) -> str:
+    """As `json_by`, by the value's own schema, whose references lead into `root`."""
+    return _json_allowed(_ValueCheck(root, schema), value)
+
+
+def _json_allowed(check: _ValueCheck, value: str) -> str:
     plain = value.strip()
     word = _PYTHON_WORDS.get(plain, plain)
     if word != plain and check.allows(_NOTHING):
@@ -75,16 +83,20 @@ _NOTHING = object()
 
 
 class _ValueCheck:
-    """Checks whether a tool's schema allows a value for a parameter."""
+    """Checks whether a schema within `root` allows a value: for a parameter, if it is the schema of
+    all arguments, otherwise for what it describes itself."""
 
-    def __init__(self, schema: Mapping[str, Any], parameter: str) -> None:
-        self._whole = schema
+    def __init__(
+        self, root: Mapping[str, Any], schema: Mapping[str, Any], parameter: str | None = None
+    ) -> None:
+        self._root = root
+        self._schema = schema
         self._parameter = parameter
         self._num_seen = 0
 
     def allows(self, value: Any) -> bool:
         self._num_seen = 0
-        return self._allows(self._whole, value, is_whole=True, depth=0)
+        return self._allows(self._schema, value, is_whole=self._parameter is not None, depth=0)
 
     def _allows(self, schema: Any, value: Any, *, is_whole: bool, depth: int) -> bool:
         """`is_whole`: whether `schema` is the schema of all arguments, although the value is the
@@ -107,7 +119,7 @@ class _ValueCheck:
 
         parts = _parts_of(schema, "allOf")
         if isinstance(schema.get("$ref"), str):
-            parts = [*parts, referred_schema(self._whole, schema["$ref"])]
+            parts = [*parts, referred_schema(self._root, schema["$ref"])]
 
         choices = [options for key in ("anyOf", "oneOf") if (options := _parts_of(schema, key))]
         return all(map(allows, parts)) and all(any(map(allows, choice)) for choice in choices)

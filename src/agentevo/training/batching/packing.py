@@ -72,12 +72,14 @@ class PackedBatch:
     """None if no sample has images."""
     num_logical: int
     """The total number of tokens of all samples. Tokens that share a node count separately."""
-    _row_passes: dict[tuple[bool, bool, bool], RowPasses] = field(default_factory=dict)
+    all_rows: bool = False
+    """Whether a model that computes rows also computes those whose outputs other rows give."""
+    _row_passes: dict[tuple[bool, ...], RowPasses] = field(default_factory=dict)
 
     def row_passes(self, pads: bool, *, shares: bool, at_tokens: bool = False) -> RowPasses:
         """The passes of a model that computes rows. Their output is that of the nodes that predict
         or, `at_tokens`, of the trained tokens themselves. `pads`, `shares`: see RowSettings."""
-        key = (pads, shares, at_tokens)
+        key = (pads, shares, at_tokens, self.all_rows)
         if key not in self._row_passes:
             nodes = (self.nodes if at_tokens else self.logit_nodes).cpu().numpy()
             # If the model is divided, all processes must run the same number of passes.
@@ -86,6 +88,7 @@ class PackedBatch:
                 nodes,
                 pads=pads,
                 shares=shares,
+                all_rows=self.all_rows,
                 as_one_pass=any_sharded(),
                 device=self.input_ids.device,
                 positions=None if self.images is None else self.position_ids[:, 0].cpu().numpy(),
@@ -98,6 +101,10 @@ class PackedBatch:
         plan = copy.copy(self.plan)
         plan.routing = routing
         return replace(self, plan=plan)
+
+    def with_all_rows(self) -> PackedBatch:
+        """A batch for passes in which each node is computed."""
+        return replace(self, all_rows=True)
 
     def with_tables_of(self, samples: Sequence[Sample]) -> PackedBatch:
         """The batch with the log-probs, advantages and columns of these samples, which have the

@@ -1,5 +1,5 @@
 """Runs passes of a model over a whole step's samples in micro-batches. Their size affects only
-memory.
+memory, and the load-balancing loss of routers (training/router_balance.py).
 
 With several ranks (training/parallel.py) each rank computes its own micro-batches, and all ranks
 get all results.

@@ -59,6 +59,7 @@ def row_passes(
     *,
     pads: bool,
     shares: bool,
+    all_rows: bool = False,
     as_one_pass: bool,
     device: torch.device,
     positions: np.ndarray | None = None,
@@ -67,7 +68,8 @@ def row_passes(
     """The passes that compute the output of `nodes` [R]. Each sequence of the tree is a row. A node
     that several rows compute is taken from one of them, whose gradient is the node's. `pads`:
     whether rows of different length can share a pass. `shares`: whether rows can continue from the
-    state of a prefix, which is then computed once. `as_one_pass`: all rows are in one pass.
+    state of a prefix, which is then computed once. `all_rows`: whether rows from which no output is
+    taken are computed too. `as_one_pass`: all rows are in one pass.
     `positions` [A, N] of the nodes; None if they are the depths. `images`: those of the nodes."""
     stretches = _divide(tree, shares and not as_one_pass)
     stretch_of_node = np.full(tree.num_nodes, -1)
@@ -83,7 +85,8 @@ def row_passes(
     nodes_of_groups: list[np.ndarray] = []
     taken = []
     pass_of_stretch: dict[int | None, int] = {}
-    for members in _group(stretches, stretch_of_node[nodes], pads, as_one_pass):
+    used = set(range(len(stretches)) if all_rows else stretch_of_node[nodes].tolist())
+    for members in _group(stretches, used, pads, as_one_pass):
         first = stretches[members[0]]
         place_of_stretch = np.full(len(stretches), -1)
         place_of_stretch[members] = np.arange(len(members))
@@ -154,11 +157,11 @@ def _divide(tree: TokenTree, shares: bool) -> list[_Stretch]:
 
 
 def _group(
-    stretches: list[_Stretch], stretch_of_output: np.ndarray, pads: bool, as_one_pass: bool
+    stretches: list[_Stretch], used: set[int], pads: bool, as_one_pass: bool
 ) -> list[list[int]]:
-    """The numbers of the stretches of each pass, parents first. Only those that have an output, and
-    their parents."""
-    used = set(stretch_of_output.tolist())
+    """The numbers of the stretches of each pass, parents first. Only those of `used`, and their
+    parents."""
+    used = set(used)
     for number in reversed(range(len(stretches))):
         parent = stretches[number].parent
         if number in used and parent is not None:
