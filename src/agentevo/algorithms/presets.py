@@ -270,6 +270,7 @@ PRESETS: Mapping[str, Preset] = {
             "credit per turn without a critic",
             "arXiv 2505.10978",
             _policy_parts("gigpo"),
+            keys={"drop_zero_variance": False},
         ),
         Preset(
             "dpo",

@@ -125,8 +125,9 @@ class AlgorithmKeys(Section):
     constant."""
     drop_zero_variance: bool = True
     """Leave out groups whose members all have the same reward, up to rounding, if the advantage
-    compares within groups: their advantage is 0. If kept, they still get the KL and entropy
-    terms."""
+    compares within groups: the advantage of whole attempts is 0 there. If kept, they still get the
+    KL and entropy terms, and turns are still compared (with gamma below 1, a shorter way to the
+    same reward is better)."""
     drop_truncated: bool = False
     """Leave out attempts that a limit ended, because their reward says little (overlong filtering,
     DAPO, arXiv 2503.14476)."""
@@ -194,8 +195,8 @@ class AlgorithmKeys(Section):
 
     @property
     def within_group(self) -> bool:
-        """Whether the members of a group are compared. If so, a single member, or several with the
-        same reward, teach nothing."""
+        """Whether the members of a group are compared. If so, a single member teaches nothing, and
+        whole attempts with the same reward teach nothing."""
         preference = self.preference()
         return (
             preference.within_group

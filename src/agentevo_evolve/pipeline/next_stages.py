@@ -460,7 +460,8 @@ class PipelineProgress:
         self, decided: StageStart, code: int, seconds: float, *, is_asked_to_stop: bool = False
     ) -> str:
         """Records how the stage's process ended. Returns the failure, or an empty text.
-        `is_asked_to_stop`: the process got a signal to stop, and that signal may have ended it."""
+        `is_asked_to_stop`: the process got a signal to stop, so its failure is a stop. A Python
+        that is interrupted while it starts exits with code 1."""
         instance = decided.instance
         state = self.state.stages[decided.instance.id]
         state.wall_s += seconds
@@ -475,24 +476,20 @@ class PipelineProgress:
                 how = str(error)
 
         state.ended_at = time.time()
-        if code in (130, 143) or (is_asked_to_stop and code < 0):
-            state.status = "stopped"
-            state.why = ""
-            self._settle(instance)
-            return ""
-
-        if code:
+        is_clean_stop = code in (130, 143)
+        if code and not is_clean_stop:
             how = f"killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
-        elif not how:
+        elif not code and not how:
             how = (
                 "exited with code 0, but without the output of a stage of the kind "
                 f"{instance.stage.kind}"
             )
 
-        state.status = "failed"
+        is_stopped = is_clean_stop or (is_asked_to_stop and code != 0)
+        state.status = "stopped" if is_stopped else "failed"
         state.why = how
         self._settle(instance)
-        return how
+        return "" if is_stopped else how
 
     def take_outputs(self, instance: Instance, job: Job, inputs: list[Input]) -> None:
         """Records the stage's outputs. Raises ConfigError for a damaged folder."""

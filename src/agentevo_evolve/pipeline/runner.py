@@ -302,7 +302,8 @@ class _PipelineProcess:
 
         state = run.standing.state.stages[run.decided.instance.id]
         if state.status == "stopped":
-            self.view.note_end(run.name, "stopped", seconds, ok=False)
+            how = f"stopped ({state.why})" if state.why else "stopped"
+            self.view.note_end(run.name, how, seconds, ok=False)
             return
 
         self.view.note_end(

@@ -164,10 +164,19 @@ def test_rounds_build_on_one_another_and_conditions_leave_stages_out(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_budget_of_time_stops_and_more_of_it_goes_on(tmp_path: Path):
+@pytest.mark.parametrize("end", ["KeyboardInterrupt", "SystemExit(1)"])
+def test_a_budget_of_time_stops_and_more_of_it_goes_on(tmp_path: Path, end: str):
+    """A stage that ends with code 1 because it was asked to stop has not failed."""
     log = tmp_path / "log"
     folder = tmp_path / "p"
-    slow = program(log, "a", code=f"import time; time.sleep(0.5); {ADD}")
+    wait = f"""
+import time
+try:
+    time.sleep(0.5)
+except KeyboardInterrupt:
+    raise {end}
+"""
+    slow = program(log, "a", code=f"{wait}{ADD}")
     stages = {"a": slow, "b": program(log, "b", "${stages.a.file}")}
     shown = run(folder, stages, budget={"hours": 1e-6})
     assert "hours of the budget are used" in shown

@@ -269,6 +269,19 @@ def test_turns_are_compared_with_those_that_answer_the_same_observation():
     ]
 
 
+def test_a_shorter_way_to_the_same_reward_is_better():
+    """Both attempts earn 1, the one in its first turn, the other in its second."""
+    short = [turn(0, None, [1], [3])]
+    detour = [turn(0, None, [1], [4]), turn(1, None, [1], [3])]
+    section = AlgorithmSection(name="gigpo", scale_by_std=False)
+    samples, dropped = made(
+        [attempt("a", 1.0, turns=short), attempt("b", 1.0, turns=detour)], section
+    )
+    assert dropped == {}
+    first, second, last = [sample.advantages[-1] for sample in samples]
+    assert first == last > 0 > second
+
+
 def test_what_is_paid_beside_the_turns_is_paid_at_the_end():
     turns = [msgspec.structs.replace(turn(0, None, [1], [3]), reward=0.5), turn(1, 0, [2], [4])]
     section = AlgorithmSection(name="turn_grpo", scale_by_std=False)
