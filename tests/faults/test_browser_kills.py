@@ -18,6 +18,8 @@ from browser_site import (
     kill_a_page,
     kill_browser,
     kill_driver,
+    require_chromium,
+    serving,
     wait_for_no_process,
 )
 from fault_checks import check
@@ -26,9 +28,8 @@ from slow import soak
 from agentevo.api import train
 from agentevo.config import build_config
 from agentevo.environments.browser import BrowserConfig, BrowserEnvironment, close_browsers
-from agentevo.environments.browser.process import PREFIX, find_chromium
+from agentevo.environments.browser.process import PREFIX
 from agentevo.environments.environment import EnvironmentConfig, environments
-from agentevo.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -57,21 +58,13 @@ class ChecksumPage(BrowserEnvironment):
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    pytest.importorskip("playwright.async_api", reason="pip install 'agentevo[browser]'")
-    try:
-        find_chromium("")
-    except ConfigError as error:
-        pytest.skip(str(error))
-
-    server = Site()
-    server.pages["/"] = PAGE
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server
-    finally:
-        close_browsers()
-        server.shutdown()
-        server.server_close()
+    require_chromium()
+    with serving() as server:
+        server.pages["/"] = PAGE
+        try:
+            yield server
+        finally:
+            close_browsers()
 
 
 def recipe(url: str, steps: int) -> dict[str, Any]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import psutil
+import pytest
+
+from agentevo.environments.browser.process import find_chromium
+from agentevo.errors import ConfigError
 
 HUGE_MB = 100
 DEADLINE_S = 240.0
@@ -80,6 +86,26 @@ def browser_processes() -> list[psutil.Process]:
         except psutil.Error:
             continue
     return names
+
+
+def require_chromium() -> str:
+    """The program. Skips the test without it."""
+    pytest.importorskip("playwright.async_api", reason="pip install 'agentevo[browser]'")
+    try:
+        return find_chromium("")
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@contextmanager
+def serving() -> Iterator[Site]:
+    server = Site()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def kill_browser() -> None:

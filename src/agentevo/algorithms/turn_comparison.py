@@ -67,7 +67,7 @@ def turn_returns(
     returns = discount_sums(turn_rewards(inputs, stream), stream.num_turns, gamma)
     how = GroupComparison(scale_by_std, epsilon, turn_baseline)
     advantages = against_group(inputs, stream, returns, turn_places(stream), how)
-    return spread(advantages, stream.turn), spread(returns, stream.turn)
+    return _of_tokens(stream, advantages, returns)
 
 
 @COMPARISONS.entry(
@@ -99,7 +99,7 @@ def tree_returns(
     returns = _discounted_along_tree(turn_rewards(inputs, stream), parent, gamma)
     how = GroupComparison(scale_by_std, epsilon, turn_baseline)
     advantages = against_group(inputs, stream, returns, _tree_depths(stream, parent), how)
-    return spread(advantages, stream.turn), spread(returns, stream.turn)
+    return _of_tokens(stream, advantages, returns)
 
 
 @COMPARISONS.entry(
@@ -135,7 +135,7 @@ def gigpo(
     """A turn whose observation no other turn of the group answers has the first term only."""
     assert inputs.turn_observations is not None  # `Advantage` checks its `needs`
 
-    first_tokens = stream.index[stream.turn.cumsum(0) - stream.turn]
+    first_tokens = stream.index[_first_places(stream)]
     observations = inputs.turn_observations.reshape(-1)[first_tokens]
     places = torch.unique(observations, return_inverse=True)[1]
 
@@ -146,7 +146,7 @@ def gigpo(
     of_attempts = grpo(inputs, scale_by_std=scale_by_std, epsilon=epsilon)
     owner = inputs.trajectory[first_tokens // stream.width]
     advantages = of_attempts[owner] + turn_weight * of_turns
-    return spread(advantages, stream.turn), spread(returns, stream.turn)
+    return _of_tokens(stream, advantages, returns)
 
 
 @COMPARISONS.entry(
@@ -162,10 +162,20 @@ def credit(
 ) -> tuple[Tensor, Tensor]:
     """`against_group` compares the turns."""
     assert inputs.turn_credit is not None  # `Advantage` checks its `needs`
-    returns = stream.at(inputs.turn_credit)[stream.turn.cumsum(0) - stream.turn]
+    returns = stream.at(inputs.turn_credit)[_first_places(stream)]
     how = GroupComparison(scale_by_std, epsilon, turn_baseline)
     advantages = against_group(inputs, stream, returns, turn_places(stream), how)
+    return _of_tokens(stream, advantages, returns)
+
+
+def _of_tokens(stream: TurnStream, advantages: Tensor, returns: Tensor) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of turns [K], repeated for the tokens of each. [M], [M]"""
     return spread(advantages, stream.turn), spread(returns, stream.turn)
+
+
+def _first_places(stream: TurnStream) -> Tensor:
+    """The place in the stream of each turn's first token. [K]"""
+    return stream.turn.cumsum(0) - stream.turn
 
 
 def turn_places(stream: TurnStream) -> Tensor:
@@ -230,7 +240,7 @@ def _tree_parents(inputs: Inputs, stream: TurnStream) -> list[int]:
         inputs.turn_ids is not None and inputs.turn_parents is not None
     )  # `Advantage` checks its `needs`
 
-    first = stream.turn.cumsum(0) - stream.turn
+    first = _first_places(stream)
     at = stream.index[first]
     names = inputs.turn_ids.reshape(-1)[at].tolist()
 

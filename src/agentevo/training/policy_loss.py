@@ -156,9 +156,9 @@ class MinibatchLoss:
             of_token = weights.to(entropy.device)[batch.samples]
             loss = loss - entropy_coef * (of_token * entropy).sum()
 
-        if balance is not None and routers is not None:
+        if routers is not None:
             router_loss = routers.loss()
-            loss = loss + balance.coef * router_loss
+            loss = loss + routers.coef * router_loss
             metrics["actor/router_aux_loss"] = float(router_loss.detach())
 
         return loss, metrics

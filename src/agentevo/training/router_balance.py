@@ -43,7 +43,7 @@ class RouterBalance:
 
     def __init__(self, model: PreTrainedModel, coef: float, key: str) -> None:
         """`key` is the recipe's name of `coef`. Raises ConfigError for a model without the loss."""
-        self.coef = coef
+        self._coef = coef
         self._model = model
         self._routers = _routers_of(model, key)
         self._function = _loss_function(model, key)
@@ -64,7 +64,9 @@ class RouterBalance:
         `all_rows`."""
         share = batch.num_logical / self._tokens
         weights = _token_weights(self._model, batch)
-        return RouterListener(self._routers, lambda logits: share * self._loss(logits, weights))
+        return RouterListener(
+            self._routers, self._coef, lambda logits: share * self._loss(logits, weights)
+        )
 
     def _loss(self, logits: tuple[torch.Tensor, ...], weights: torch.Tensor) -> torch.Tensor:
         if any(len(of_layer) != len(weights) for of_layer in logits):
@@ -88,8 +90,10 @@ class RouterListener:
     def __init__(
         self,
         routers: dict[nn.Module, int],
+        coef: float,
         loss_of: Callable[[tuple[torch.Tensor, ...]], torch.Tensor],
     ) -> None:
+        self.coef = coef
         self._routers = routers
         self._loss_of = loss_of
         self._logits: dict[nn.Module, list[torch.Tensor]] = {router: [] for router in routers}

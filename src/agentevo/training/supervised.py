@@ -163,14 +163,13 @@ class SupervisedTrainer:
                     logp, _ = token_logprobs(self.model, batch)
                 loss = -(logp / trained).sum()
 
-            if self.balance is None or routers is None:
-                self.optimization.backward(loss)
-            else:
+            sums["sft/loss"] += float(loss.detach())
+            if routers is not None:
                 router_loss = routers.loss()
-                self.optimization.backward(loss + self.balance.coef * router_loss)
+                loss = loss + routers.coef * router_loss
                 sums["sft/router_aux_loss"] += float(router_loss.detach())
 
-            sums["sft/loss"] += float(loss.detach())
+            self.optimization.backward(loss)
             sums["trainer/logical_tokens"] += batch.num_logical
             sums["trainer/distinct_tokens"] += batch.num_distinct
 

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from browser_site import DEADLINE_S, Site
+from browser_site import DEADLINE_S, Site, require_chromium, serving
 
 from agentevo.environments.browser import BrowserConfig, BrowserEnvironment, close_browsers
-from agentevo.environments.browser.process import find_chromium
-from agentevo.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[str]:
     """The program; skips without it. Its processes end with the module."""
-    pytest.importorskip("playwright.async_api", reason="pip install 'agentevo[browser]'")
-    try:
-        path = find_chromium("")
-    except ConfigError as error:
-        pytest.skip(str(error))
+    path = require_chromium()
     try:
         yield path
     finally:
@@ -30,13 +23,8 @@ def chromium() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    server = Site()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with serving() as server:
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 Open = Callable[..., BrowserEnvironment]

@@ -148,12 +148,11 @@ def training_notes(parts: Components, command: RunCommand) -> list[str]:
         notes.append(f"training adapters: {share}")
 
     text_config = causal_model(parts.model).config.get_text_config()
-    section = parts.config.sft if command == "sft" else parts.config.trainer
+    key = "sft" if command == "sft" else "trainer"
     asks = getattr(text_config, "output_router_logits", False)
-    if asks and section.router_aux_loss_coef == 0:
-        advice = ": see sft.router_aux_loss_coef" if command == "sft" else ""
-        if command != "sft" and parts.config.algorithm.preference() is None:
-            advice = ": see trainer.router_aux_loss_coef"
+    if asks and getattr(parts.config, key).router_aux_loss_coef == 0:
+        is_possible = key == "sft" or parts.config.algorithm.preference() is None
+        advice = f": see {key}.router_aux_loss_coef" if is_possible else ""
         notes.append(
             "the model's config.json asks for a load-balancing loss of its router "
             f"(output_router_logits=true), and training adds none{advice}"
