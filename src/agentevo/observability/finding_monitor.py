@@ -198,7 +198,7 @@ class FindingMonitor:
         return RunWarning(
             code=code,
             step=step,
-            message=f"No longer so: {TITLES[code]} (steps {span.begin} to {last}).",
+            message=f"This has ended: {TITLES[code]} (steps {span.begin} to {last}).",
             is_over=True,
         )
 
