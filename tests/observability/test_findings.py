@@ -250,6 +250,50 @@ def test_a_reward_that_rises_while_another_scorer_or_held_out_success_falls() ->
     assert len(texts) == 1 and "the reward rose from" in texts[0]
 
 
+def solved(share):
+    """8 groups of 4 of whose attempts this share succeeds."""
+    return [
+        make_attempt(float((4 * number + member) / 32 < share), group=f"g{number}")
+        for number in range(8)
+        for member in (0, 2, 1, 3)
+    ]
+
+
+def evaluated(success, tasks=64):
+    return success, success * (1 - success) / tasks
+
+
+def test_training_tasks_that_are_learnt_by_heart() -> None:
+    fixed = Recipe(plays_fixed_tasks=True)
+    steps = [[*solved(0.4), *solved(0.6)]] * 12
+    (said,) = play(FindingMonitor(fixed), *steps, held_out=lambda step: evaluated(0.02))
+    assert said == ("learnt_by_heart", 3, False)
+    assert play(FindingMonitor(), *steps, held_out=lambda step: evaluated(0.02)) == []
+
+    assert play(FindingMonitor(fixed), *steps, held_out=lambda step: evaluated(0.4)) == []
+    few = play(FindingMonitor(fixed), *steps, held_out=lambda step: evaluated(0.2, tasks=4))
+    assert few == [], "four tasks say little"
+    assert play(FindingMonitor(fixed), *steps, held_out=lambda step: None) == []
+
+
+def test_an_evaluation_is_compared_with_the_attempts_that_follow_it() -> None:
+    fixed = Recipe(plays_fixed_tasks=True)
+    steps = [[*solved(0.02), *solved(0.3)]] * 5 + [[*solved(0.5), *solved(0.7)]] * 9
+    late = play(FindingMonitor(fixed), *steps, held_out=lambda step: evaluated(0.1))
+    assert late == [], "the evaluation is of a policy before it learned"
+
+    measured = play(
+        FindingMonitor(fixed), *steps, held_out=lambda step: evaluated(0.1 if step < 9 else 0.05)
+    )
+    assert measured == [("learnt_by_heart", 9, False)]
+    better = play(
+        FindingMonitor(fixed),
+        *steps,
+        held_out=lambda step: evaluated({0: 0.1, 1: 0.05}.get(max(0, step - 8), 0.5)),
+    )
+    assert better == [("learnt_by_heart", 9, False), ("learnt_by_heart", 12, True)]
+
+
 def said_by(share, answer=SAME, prompt="What is it?", rewards=MIXED):
     """4 groups of 4 of whose answers this share is `answer`."""
     others = [f"I have seen number {n} and it was another one today" for n in range(16)]

@@ -15,6 +15,7 @@ import msgspec
 
 from agentevo.errors import CheckpointError
 from agentevo.observability.attempt_facts import AttemptFacts, add_facts
+from agentevo.observability.by_heart import ByHeartState, compare_with_held_out
 from agentevo.observability.collapse import GRAD_NORM, CollapseSigns, CollapseState
 from agentevo.observability.findings import (
     WINDOW,
@@ -60,6 +61,7 @@ TITLES = {
     "phrase_spreads": "one phrase spread through the answers",
     "length_explodes": "answers grew without more success",
     "speaks_to_judge": "answers spoke to the judge",
+    "learnt_by_heart": "training tasks were solved far more often than held-out ones",
 }
 """What the end of a finding is called."""
 
@@ -95,6 +97,7 @@ class MonitorState(msgspec.Struct):
 
     collapse: CollapseState = msgspec.field(default_factory=CollapseState)
     hacking: HackingState = msgspec.field(default_factory=HackingState)
+    by_heart: ByHeartState = msgspec.field(default_factory=ByHeartState)
     window: list[_Step] = []
     had_window: bool = False
     """Whether a whole window of attempts was seen."""
@@ -165,6 +168,9 @@ class FindingMonitor:
                 or finding.code in state.last_seen
             ]
             findings += observe_window(state.hacking, step, window, self.recipe, held_out)
+            findings += [
+                compare_with_held_out(state.by_heart, window, self.recipe, held_out, where)
+            ]
             state.had_window = True
 
         return {finding.code: finding.text for finding in findings if finding is not None}

@@ -70,6 +70,9 @@ class Recipe:
     """The recipe's rewards by name; the first one decides success."""
     is_judged: bool = False
     """Whether a model decides success."""
+    plays_fixed_tasks: bool = False
+    """Whether steps draw evenly from a fixed set of tasks, so that their success can be compared
+    with held-out success."""
 
 
 def learning_findings(facts: AttemptFacts, recipe: Recipe, where: str) -> list[Finding]:

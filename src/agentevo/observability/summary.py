@@ -52,6 +52,7 @@ class _Summary(msgspec.Struct):
     stopped_early: str | None = None
     """Why the run ended before its last step, as its recipe allows."""
     warnings: list[str | dict[str, Any]] = []
+    findings: list[dict[str, Any]] = []
     tokens: dict[str, int] = {}
     best: dict[str, float | None] = {}
     remote_models: _RemoteModelUsage | None = None

@@ -12,6 +12,7 @@ from agentevo.agents.tools.toolbox import METRICS
 from agentevo.config import RunConfig, Section, check_sft
 from agentevo.config.sft import check_rm
 from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.observability.finding_monitor import TITLES
 from agentevo.observability.metrics import read_metrics
 from agentevo.observability.summary import is_complete, read_summary
 from agentevo.runs.folder.run_folder import is_run_folder
@@ -399,8 +400,9 @@ class RunStage(StageKind):
         )
 
     def _remark(self, folder: Path, summary: Mapping[str, Any]) -> str:
-        """Why the run could not teach anything: it trained on no token, or no attempt at a training
-        task made a call of a tool. Empty if it could. Raises ConfigError for damaged metrics."""
+        """Why the run taught little: it trained on no token, no attempt at a training task made a
+        call of a tool, or findings of the run lasted to its end. Empty if nothing is known. Raises
+        ConfigError for damaged metrics."""
         try:
             rows = read_metrics(folder / "metrics.jsonl")
         except AgentEvoError as error:
@@ -410,6 +412,11 @@ class RunStage(StageKind):
         num_trained = (summary.get("tokens") or {}).get("trained")
         remarks = ["trained on no token"] if self.measured and num_trained == 0 else []
         remarks += ["no call was made"] if calls and not any(calls) else []
+        remarks += [
+            TITLES[span["code"]]
+            for span in summary.get("findings", [])
+            if span.get("end") is None and span.get("code") in TITLES
+        ]
         return ", ".join(remarks)
 
 

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from agentevo.observability.finding_monitor import TITLES
 from agentevo_evolve.pipeline.kinds import Job
 from agentevo_evolve.pipeline.results import markdown, stage_rows
 from agentevo_evolve.pipeline.stages import EVALUATE, SAMPLE, TRAIN, EvaluateOptions
@@ -43,8 +44,16 @@ def test_an_evaluation_of_which_every_attempt_failed_is_played_again(tmp_path, f
 )
 def test_a_run_that_could_not_teach_anything_says_so(tmp_path, trained, metric, remark):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, **metric}) + "\n")
-    assert TRAIN._remark(tmp_path, {"tokens": {"trained": trained}}) == remark
+    summary = {"tokens": {"trained": trained}}
+    assert TRAIN._remark(tmp_path, summary) == remark
     assert "token" not in SAMPLE._remark(tmp_path, {"tokens": {"trained": 0}})
+
+    spans = [
+        {"code": "all_failed", "begin": 3, "end": 9},
+        {"code": "learnt_by_heart", "begin": 13, "end": None},
+    ]
+    with_findings = TRAIN._remark(tmp_path, {**summary, "findings": spans})
+    assert with_findings == ", ".join(filter(None, [remark, TITLES["learnt_by_heart"]]))
 
 
 def test_the_table_says_that_a_stage_could_not_teach_anything():

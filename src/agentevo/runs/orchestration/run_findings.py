@@ -30,6 +30,9 @@ def recipe_of(config: RunConfig, command: RunCommand = "train") -> Recipe:
         cancels_old=config.rollout.policy == "cancel",
         scorers=tuple(reward.title for reward in config.rewards),
         is_judged=bool(config.rewards) and isinstance(config.rewards[0], JudgeOptions),
+        plays_fixed_tasks=bool(config.tasks.train)
+        and config.tasks.curriculum is None
+        and not config.tasks.stages,
     )
 
 
@@ -63,8 +66,8 @@ def facts_of_step(
 
 
 def held_out_success(metrics: Mapping[str, float]) -> Estimate | None:
-    """The success of an evaluation and the variance of this mean; None if the run plays no held-out
-    task."""
+    """The success of an evaluation and the variance of this mean (Agresti & Coull 1998, which does
+    not take 0 of 2 tasks for a certainty); None if the run plays no held-out task."""
     evaluated = read_evaluations(metrics)
     if len(evaluated) != 1:
         return None
@@ -73,4 +76,5 @@ def held_out_success(metrics: Mapping[str, float]) -> Estimate | None:
     success = result.success_sampled if result.success_greedy is None else result.success_greedy
     if success is None or not result.n:
         return None
-    return success, success * (1.0 - success) / result.n
+    smoothed = (success * result.n + 2.0) / (result.n + 4.0)
+    return success, smoothed * (1.0 - smoothed) / (result.n + 4.0)
