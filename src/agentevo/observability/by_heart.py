@@ -45,8 +45,8 @@ def compare_with_held_out(
         is_large = gap >= MIN_GAP and held_out[0] <= MOST_HELD_OUT * training[0]
         state.seen = (
             f"The policy solves its training tasks in {training[0]:.0%} of the attempts {where}, "
-            f"and held-out tasks in {held_out[0]:.0%} at the evaluation before them: it knows "
-            "training tasks by heart, or held-out tasks are of another kind"
+            f"and held-out tasks in {held_out[0]:.0%} at the newest evaluation: it knows training "
+            "tasks by heart, or held-out tasks are of another kind"
             if is_certain and is_large
             else ""
         )
