@@ -108,6 +108,24 @@ def test_a_run_that_learns_says_nothing(tmp_path, quiet_view):
     assert codes_of(config.run_dir) == {}
 
 
+def test_training_tasks_are_solved_and_held_out_ones_are_not(tmp_path, quiet_view):
+    """The greedy attempt of an evaluation is the first at its task, which this reward fails."""
+    held_out = tmp_path / "held_out.jsonl"
+    rows = [{"question": f"{n} + 2 = ?", "solution": str(n + 2)} for n in range(40)]
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = questions_config(
+        tmp_path,
+        "rewards=[every_second_finding]",
+        "trainer.steps=4",
+        "evaluation.tasks=40",
+        f"tasks.eval={held_out}",
+    )
+    train(config, view=quiet_view())
+    assert codes_of(config.run_dir) == {"learnt_by_heart": 3}
+    (text,) = json.loads((config.run_dir / "summary.json").read_text())["warnings"]
+    assert "in 50% of the attempts of steps 1 to 3, and held-out tasks in 0%" in text
+
+
 def test_old_tokens_and_a_clipped_gradient(tmp_path, quiet_view, monkeypatch):
     """As with engines that hold old weights: a half of each group is too old."""
     monkeypatch.setattr(Collector, "_too_old", lambda self, t, step: t.attempt // 2 == 1)
