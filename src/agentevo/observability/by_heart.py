@@ -18,8 +18,8 @@ MOST_HELD_OUT = 0.5
 class ByHeartState(msgspec.Struct):
     """The newest comparison, for checkpoints."""
 
-    held_out: Estimate | None = None
-    """The evaluation that was compared."""
+    evaluated_at: int | None = None
+    """The step of the evaluation that was compared."""
     seen: str = ""
     """What the comparison showed; empty if held-out tasks are solved about as often."""
 
@@ -29,17 +29,18 @@ def compare_with_held_out(
     window: AttemptFacts,
     recipe: Recipe,
     held_out: Estimate | None,
+    evaluated_at: int | None,
     where: str,
 ) -> Finding | None:
     """The finding `learnt_by_heart`. `held_out`: the newest evaluation's success, and its variance.
-    An evaluation is compared once, with the training attempts that follow it: those of later steps
-    come from a policy that was not evaluated."""
+    `evaluated_at`: the step that it follows. An evaluation is compared once, with the first window
+    that ends after it: later attempts come from a policy that was not evaluated."""
     training = window.mean("success")
     if not recipe.plays_fixed_tasks or training is None or held_out is None:
         return None
 
-    if held_out != state.held_out:
-        state.held_out = held_out
+    if evaluated_at != state.evaluated_at:
+        state.evaluated_at = evaluated_at
         gap = training[0] - held_out[0]
         is_certain = gap > CERTAIN * math.sqrt(training[1] + held_out[1])
         is_large = gap >= MIN_GAP and held_out[0] <= MOST_HELD_OUT * training[0]

@@ -128,9 +128,11 @@ class FindingMonitor:
         metrics: Mapping[str, float | None],
         facts: AttemptFacts | None = None,
         held_out: Estimate | None = None,
+        evaluated_at: int | None = None,
     ) -> list[RunWarning]:
         """What begins or ends with this step, the worst first; usually nothing. `facts`: of the
-        step's attempts. `held_out`: the newest evaluation's success, and its variance."""
+        step's attempts. `held_out`: the newest evaluation's success, and its variance.
+        `evaluated_at`: the step that this evaluation follows; 0 before the first."""
         state = self._state
         kept = {
             name: value
@@ -139,12 +141,14 @@ class FindingMonitor:
         }
         state.window = [*state.window[1 - WINDOW :], _Step(step=step, metrics=kept, facts=facts)]
 
-        texts = self._collapse.observe(step, metrics) | self._find(step, held_out)
+        texts = self._collapse.observe(step, metrics) | self._find(step, held_out, evaluated_at)
         new = [self._begin(code, step, text) for code, text in texts.items()]
         over = [self._end(code, step) for code in TITLES if code not in texts]
         return [warning for warning in (*new, *over) if warning is not None]
 
-    def _find(self, step: int, held_out: Estimate | None) -> dict[str, str]:
+    def _find(
+        self, step: int, held_out: Estimate | None, evaluated_at: int | None
+    ) -> dict[str, str]:
         """Code -> text of the findings of the window that ends with `step`."""
         state = self._state
         if len(state.window) < WINDOW:
@@ -169,7 +173,9 @@ class FindingMonitor:
             ]
             findings += observe_window(state.hacking, step, window, self.recipe, held_out)
             findings += [
-                compare_with_held_out(state.by_heart, window, self.recipe, held_out, where)
+                compare_with_held_out(
+                    state.by_heart, window, self.recipe, held_out, evaluated_at, where
+                )
             ]
             state.had_window = True
 

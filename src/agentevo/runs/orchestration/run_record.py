@@ -237,7 +237,9 @@ class RunRecord:
         evaluation is one of an earlier step."""
         self._facts = facts
         held_out = held_out_success(self.progress.after or self.progress.before)
-        for warning in self._monitor.observe(step, metrics, facts, held_out):
+        rating = self.progress.newest_rating
+        evaluated_at = None if rating is None else rating.step
+        for warning in self._monitor.observe(step, metrics, facts, held_out, evaluated_at):
             self.warn(f"step {warning.step}: {warning.message}")
 
     def add_step(
