@@ -350,7 +350,11 @@ def test_models_that_read_text_score_no_images(read: Read) -> None:
         rewards.rewards(batch)
 
 
-def test_models_that_see_are_not_divided(read: Read) -> None:
-    section = TrainerSection(parallel={"shard": 2}).parallel
-    with pytest.raises(TrainingError, match=r"trainer.parallel.shard=2: .* whole copy"):
-        check_spread(read("qwen2_vl", "tree").loaded.model, section)
+def test_models_that_see_are_divided_by_shards_only(read: Read) -> None:
+    model = read("qwen2_vl", "tree").loaded.model
+    check_spread(model, TrainerSection(parallel={"shard": 2}).parallel)
+    section = TrainerSection(parallel={"shard": 2, "tensor": 2}).parallel
+    with pytest.raises(
+        TrainingError, match=r"trainer.parallel.tensor=2: .* by trainer.parallel.shard only"
+    ):
+        check_spread(model, section)

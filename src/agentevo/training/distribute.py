@@ -33,16 +33,14 @@ from agentevo.training.workload import keep_flops
 def check_spread(model: PreTrainedModel, section: ParallelSection) -> None:
     """Raises ModelError or TrainingError for a model that `spread` can't divide so. It changes
     nothing and needs no other process."""
-    if section.above_one and processor_of(model) is not None:
-        key, size = next(iter(section.above_one.items()))
-        raise TrainingError(
-            f"trainer.parallel.{key}={size}: a model that is shown images is not divided among "
-            "processes: remove it, then every process trains a whole copy"
-        )
-
     parts = [
         key for key in ("tensor", "context", "expert", "pipeline") if getattr(section, key) > 1
     ]
+    if parts and processor_of(model) is not None:
+        raise TrainingError(
+            f"trainer.parallel.{parts[0]}={getattr(section, parts[0])}: a model that is shown "
+            "images is divided among processes by trainer.parallel.shard only: set this to 1"
+        )
     if parts and (settings := row_settings(model)) is not None:
         raise TrainingError(
             f"trainer.parallel.{parts[0]} needs trainer.compute=tree, and this model computes rows "

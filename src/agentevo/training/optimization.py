@@ -75,17 +75,22 @@ def _optimizer_class() -> Callable[..., torch.optim.Optimizer]:
 
 
 class MasterWeights:
-    """Float32 copies of parameters that are on one device, made from their present values. Later
-    changes to the parameters themselves do not last: `give_weights` overwrites them."""
+    """What the optimizer steps in place of parameters that are on one device: float32 weights with
+    their present values. Later changes to a parameter of another dtype do not last: `give_weights`
+    overwrites them."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, on_cpu: bool) -> None:
         self.parameters = parameters
         self.on_cpu = on_cpu
-        self.masters = [
-            torch.nn.Parameter(self._place(local(parameter))) for parameter in parameters
-        ]
-        """The float32 copies, in the order of `parameters`: on the CPU with `on_cpu`, else on the
-        parameters' own device."""
+        self.masters = [self._master_of(parameter) for parameter in parameters]
+        """The float32 weights of this process, in the order of `parameters`: copies on the CPU with
+        `on_cpu`, else on the parameters' own device. There, the master of a float32 parameter has
+        the parameter's own memory."""
+
+    def _master_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        weights = local(parameter).detach()
+        shares = not self.on_cpu and weights.dtype == torch.float32
+        return torch.nn.Parameter(weights if shares else self._place(weights))
 
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
         """A float32 copy of the tensor on the masters' device."""
@@ -111,18 +116,10 @@ class MasterWeights:
     def give_weights(self) -> None:
         """Writes the masters into the parameters, rounded, and drops the masters' gradients."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
-            local(parameter).copy_(master)
+            weights = local(parameter)
+            if weights.data_ptr() != master.data_ptr():
+                weights.copy_(master)
             master.grad = None
-
-    def state_dict(self) -> list[torch.Tensor]:
-        return [master.detach() for master in self.masters]
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Sequence[torch.Tensor]) -> None:
-        """The inverse of `state_dict`. The parameters, which are loaded already, keep their
-        values."""
-        for master, saved in zip(self.masters, state, strict=True):
-            master.copy_(saved)
 
 
 def needs_masters(parameters: Sequence[torch.nn.Parameter]) -> bool:
@@ -222,13 +219,19 @@ class Optimization:
         """Whether several processes hold the parameters in parts; these are the masters then."""
         return any(isinstance(parameter, DTensor) for parameter in self.parameters)
 
+    @property
+    def is_partly_sharded(self) -> bool:
+        """Whether some parameters are whole on each process beside those in parts. One call of
+        torch takes parameters of one of these kinds only."""
+        return self.sharded and not all(isinstance(p, DTensor) for p in self.parameters)
+
     @cached_property
     def masters(self) -> MasterWeights | None:
         """The master weights; None if the optimizer steps the parameters themselves."""
         offloads = self.memory.offload_optimizer
         return (
             MasterWeights(self.parameters, on_cpu=offloads)
-            if offloads or needs_masters(self.parameters)
+            if offloads or needs_masters(self.parameters) or self.is_partly_sharded
             else None
         )
 
@@ -309,7 +312,7 @@ class Optimization:
 
     def _clip(self) -> float:
         largest = self.section.max_grad_norm
-        if not self.layouts:
+        if not self.layouts and not self.is_partly_sharded:
             return float(torch.nn.utils.clip_grad_norm_(self.parameters, largest))
         norm = gradient_norm(self.parameters, self.layouts)
         clip(self.parameters, norm, largest)

@@ -3,6 +3,7 @@ learns says nothing."""
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
@@ -11,6 +12,7 @@ import agentevo
 from agentevo.api.run import train
 from agentevo.config import build_config
 from agentevo.models.chat.answer_form import AnswerForm
+from agentevo.observability import FindingMonitor, LiveView, RunWarning
 from agentevo.runs.folder.run_folder import read_store
 from agentevo.runs.orchestration.collect import Collector
 from agentevo.types import Message, Outcome, Task
@@ -64,6 +66,27 @@ def test_a_policy_that_repeats_itself(tmp_path, small_config, quiet_view):
     )
     train(config, view=quiet_view())
     assert codes_of(config.run_dir) == {"equal_rewards": 3, "no_exploration": 3}
+
+
+def test_the_end_of_a_finding_is_told_and_is_no_warning(tmp_path, small_config, monkeypatch):
+    config = small_config(tmp_path / "run", "evaluation.every=0", "trainer.steps=2")
+    begin = RunWarning(code="all_failed", step=1, message="No attempt succeeds.")
+    end = RunWarning(code="all_failed", step=2, message="It has ended.", is_over=True)
+    warnings = {1: [begin], 2: [end]}
+    monkeypatch.setattr(FindingMonitor, "observe", lambda monitor, step, *_: warnings[step])
+    stream = io.StringIO()
+
+    train(config, view=LiveView("test", stream=stream, plain=True))
+
+    lines = [
+        line for line in stream.getvalue().splitlines() if "step 1: " in line or "ended" in line
+    ]
+    assert [("WARNING" in line, line.split(": ", 1)[1]) for line in lines] == [
+        (True, "No attempt succeeds."),
+        (False, "It has ended."),
+    ]
+    summary = json.loads((config.run_dir / "summary.json").read_text())
+    assert summary["warnings"][:2] == ["step 1: No attempt succeeds.", "step 2: It has ended."]
 
 
 QUESTIONS = [{"question": f"{n} + 1 = ?", "solution": str(n + 1)} for n in range(8)]

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from agentevo.api.run import train
@@ -62,6 +68,34 @@ def test_pictures_are_trained_on_audited_and_replayed(tmp_path, quiet_view):
     loaded = load_model(more.model.model_copy(update={"name": str(folder)}))
     assert type(loaded.model).__name__ == "Qwen2VLForConditionalGeneration"
     assert loaded.processor is not None
+
+
+def test_a_run_of_two_processes_goes_on_in_one(tmp_path, quiet_view):
+    """Sharded weights, moments and whole towers are written and read as those of one process."""
+    recipe = tmp_path / "lake.yaml"
+    recipe.write_text(json.dumps(LAKE))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [str(recipe), f"run.dir={tmp_path / 'run'}", "trainer.parallel.shard=2"]
+    result = subprocess.run(
+        [sys.executable, *launcher, "-m", "agentevo", "train", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+    for folder in ("run", "alone"):
+        words = [f"run.dir={tmp_path / folder}", "trainer.steps=3"]
+        train(build_config(LAKE, words), resume=folder == "run", view=quiet_view())
+
+    norms = [norms_of(tmp_path / folder) for folder in ("run", "alone")]
+    assert len(norms[0]) == 3 and norms[0] == pytest.approx(norms[1], rel=1e-2)
+
+
+def norms_of(folder: Path) -> list[float]:
+    rows = read_metrics(folder / "metrics.jsonl")
+    return [norm for row in rows if (norm := row.get("actor/grad_norm")) is not None]
 
 
 def test_the_recipe_of_pictures_shows_no_map_in_words(tmp_path, quiet_view):

@@ -6,6 +6,9 @@ ends, because the chunked output layer needs its whole weight. Gradients are sum
 because each rank's loss is a part of the minibatch's loss. The shards are always float32, whatever
 the compute dtype: they are the master weights.
 
+Tower and projector of a model that is shown images stay whole on each process, in the compute
+dtype. A rank without images does not call them, so they can't gather weights from all ranks.
+
 All ranks run every pass together, so all ranks run the same number of passes
 (`passes.null_batches`). To write weights, the first process assembles them tensor by tensor
 (`parts.py`).
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -37,6 +40,7 @@ from agentevo.models.compute.activations import CheckpointedLayer
 from agentevo.models.compute.fused import FusedLayer
 from agentevo.models.compute.fused_decoder import FusedDecoder
 from agentevo.models.compute.linear import FastLinear
+from agentevo.models.vision.parts import language_modules, processor_of, vision_parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,9 +149,11 @@ def _apply(model: PreTrainedModel, sharding: _Sharding) -> PreTrainedModel:
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
     groups = [(model.get_submodule(name), mesh) for name, mesh in sharding.own_meshes.items()]
     groups += [(module, sharding.mesh) for module in (*_layers(model), model)]
+    whole = {parameter for _, parameter in vision_parameters(model) if processor_of(model)}
+    model.register_forward_hook(_drop_features)
     for module, mesh in groups:  # only one group at a time is whole on the device and in float32
-        place(module, torch.device(mesh.device_type), trained_as=torch.float32)
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        place(module, torch.device(mesh.device_type), trained_as=torch.float32, keep_dtype=whole)
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole)
 
     for module, _ in groups:
         group = cast(FSDPModule, module)
@@ -158,18 +164,31 @@ def _apply(model: PreTrainedModel, sharding: _Sharding) -> PreTrainedModel:
     return model
 
 
+def _drop_features(model: nn.Module, inputs: object, output: Any) -> None:
+    """Removes the features of images from the model's output, where nobody reads them. FSDP gathers
+    weights when the gradient of an output arrives, and ranks without images would not take part."""
+    if getattr(output, "image_hidden_states", None) is not None:
+        output["image_hidden_states"] = None
+
+
 def place(
-    module: nn.Module, device: torch.device, *, trained_as: torch.dtype | None = None
+    module: nn.Module,
+    device: torch.device,
+    *,
+    trained_as: torch.dtype | None = None,
+    keep_dtype: Container[nn.Parameter] = (),
 ) -> None:
     """Moves the weights and buffers that are not split to the device. Trained weights get the dtype
-    `trained_as`, if it is set. In place; parameters stay the same objects."""
+    `trained_as`, if it is set, except those in `keep_dtype`. In place; parameters stay the same
+    objects."""
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):
             continue
 
         target = parameter.device if parameter.is_meta else device
-        dtype = trained_as if trained_as is not None and parameter.requires_grad else None
-        parameter.data = parameter.data.to(target, dtype or parameter.dtype)
+        is_cast = parameter.requires_grad and parameter not in keep_dtype
+        dtype = trained_as if is_cast and trained_as is not None else parameter.dtype
+        parameter.data = parameter.data.to(target, dtype)
 
     for buffer in module.buffers():
         if not buffer.is_meta:
@@ -177,7 +196,8 @@ def place(
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    modules = model.modules() if processor_of(model) is None else language_modules(model)
+    return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
 
 
 def make_plain(model: nn.Module) -> None:

@@ -11,10 +11,10 @@ peaks.
     other models   reference, critic, process reward               as the policy
     engine         its cache and weights, on the first process     nothing
 
-Experts are divided by `expert` or `shard`, and by `tensor`. FSDP gathers the embeddings and two
-layers at once. The first of N pipeline stages keeps the activations of N micro-batches. For
-decoders of Llama's kind; attention keeps no scores. Freed memory that allocators keep is not
-counted, nor is what a vision tower keeps.
+Experts are divided by `expert` or `shard`, and by `tensor`; tower and projector by nothing. FSDP
+gathers the embeddings and two layers at once. The first of N pipeline stages keeps the activations
+of N micro-batches. For decoders of Llama's kind; attention keeps no scores. Freed memory that
+allocators keep is not counted, nor is what a vision tower keeps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from agentevo.models.config_overrides import model_config
 from agentevo.models.files.load import make_hollow
 from agentevo.models.files.resolve import fetch_config
 from agentevo.models.token_rows import causal_model
-from agentevo.models.vision.parts import freeze_parts
+from agentevo.models.vision.parts import freeze_parts, vision_parameters
 from agentevo.runs.doctor.checks import GIB
 from agentevo.runs.orchestration.checks import needs_no_whole_model
 from agentevo.runs.orchestration.components import load_policy
@@ -129,6 +129,8 @@ class Sizes:
     """Numbers outside the decoder layers: embedding, output layer, last norm."""
     experts: int
     """Numbers in the experts of all layers."""
+    whole: int
+    """Numbers in tower and projector, which each process has whole."""
 
 
 def shape_of(model: PreTrainedModel) -> Shape:
@@ -198,6 +200,7 @@ def sizes_of(model: PreTrainedModel) -> Sizes:
         in_layers // shape.num_layers,
         numbers - in_layers,
         sum(p.numel() for name, p in named.items() if ".experts." in name),
+        sum(p.numel() for _, p in vision_parameters(model)),
     )
 
 
@@ -294,7 +297,8 @@ def process_terms(
 
     experts = sizes.experts / mesh.pipeline
     dense = sizes.layer * sizes.shape.num_layers / mesh.pipeline + root - experts
-    held = dense / mesh.shard + experts / max(mesh.expert, mesh.shard)
+    held = (dense - sizes.whole) / mesh.shard + sizes.whole
+    held += experts / max(mesh.expert, mesh.shard)
     share = held / mesh.tensor / sizes.numbers  # of the whole model
     trained = share * sizes.trained.total
 

@@ -240,7 +240,12 @@ class RunRecord:
         rating = self.progress.newest_rating
         evaluated_at = None if rating is None else rating.step
         for warning in self._monitor.observe(step, metrics, facts, held_out, evaluated_at):
-            self.warn(f"step {warning.step}: {warning.message}")
+            text = f"step {warning.step}: {warning.message}"
+            if warning.is_over:  # good news, which the summary keeps beside the warning
+                self.progress.warnings.append(text)
+                self._view.note(text)
+            else:
+                self.warn(text)
 
     def add_step(
         self,
