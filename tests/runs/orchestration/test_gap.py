@@ -37,7 +37,7 @@ GAP = (
 )
 NOWHERE = {
     "model": {"name": "tiny"},
-    "agent": {"type": "tool_agent"},
+    "agent": {"type": "tool_agent", "tools": ["calculator"]},
     "data": {"train": ["x.json"]},
 }
 

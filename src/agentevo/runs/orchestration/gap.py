@@ -12,7 +12,7 @@ them successful, the estimates are pass@k = [c > 0] and pass@1 = c / n
 A measurement replaces the best one if its gap is larger by more than one standard error of the
 difference, on the tasks that both have (`is_larger`). Among measurements that noise can't tell
 apart, the earliest is therefore kept, which has the highest entropy. While no gap is above 0, there
-is no best one: nothing is solved yet, or everything, and fine-tuning goes on.
+is no best one: nothing is solved yet, or everything, and fine-tuning continues.
 
 Tasks, attempts and the rule follow from the run's seed. The attempts are stored as evaluations
 (label LABEL), so a resumed run reads those that exist. The tasks are never held-out ones.

@@ -285,7 +285,7 @@ class TrainingRun:
 
         self.record = record = RunRecord(parts, self.source, view, command)
         self.evaluation = RunEvaluation(parts, self.source, record, view, is_stopped, command)
-        self.gap_stop = None
+        self.gap_stop: GapStop | None = None
         if conversations is not None and record.chooses_by_gap:
             num_steps = self.source.num_steps
             self.gap_stop = GapStop(parts, conversations, num_steps, record, view, is_stopped)

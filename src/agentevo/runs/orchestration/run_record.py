@@ -118,10 +118,12 @@ class RunProgress(msgspec.Struct):
 
         best = self.best_rating
         num = self.evaluations_since_best
+        if best is not None and self.best_gaps:
+            gap = _describe_gap(best)
+            return f"the last {num} measurement{'s' * (num != 1)} showed no larger gap than {gap}"
+
         if best is None:
             finding = "gave no number"
-        elif self.best_gaps:
-            finding = f"showed no larger gap than {_describe_gap(best)}"
         else:
             measure = (
                 f"held-out loss of {-best.value:.4g}"
