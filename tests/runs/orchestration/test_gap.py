@@ -20,6 +20,8 @@ from agentevo.runs.orchestration.conversations import SFTData
 from agentevo.runs.orchestration.gap import choose_tasks, is_larger, measure_attempts
 from agentevo.runs.orchestration.run_record import RunProgress
 from agentevo.types import Task
+from agentevo_evolve.pipeline.kinds import Job
+from agentevo_evolve.pipeline.stages import SFT
 
 GAP = (
     "data.demonstrations=64",
@@ -171,6 +173,9 @@ def test_the_weights_of_the_largest_gap_are_the_result(whole):
     assert whole.checkpoint.name == f"step-{kept['step']:06d}"
     assert manifest.read(whole.checkpoint).value == kept["gap"]
     assert whole.checkpoint_path("last").name == f"step-{summary['steps']:06d}"
+    passed_on = SFT.made(Job("show", whole.dir, None, take="last"))
+    assert passed_on.outputs["checkpoint"] == whole.checkpoint
+    assert passed_on.numbers["kept_step"] == kept["step"]
     assert f"kept step {kept['step']}, where pass@8 is" in run_words(whole.dir)
     assert whole.audit().violations == []
 
