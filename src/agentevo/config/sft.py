@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import pydantic
 from pydantic import Field
 
-from agentevo.config.agents import brings_tasks
+from agentevo.config.agents import EnvironmentAgentSection, brings_tasks
 from agentevo.errors import ConfigError
 from agentevo.runtime.section import Section, Texts, expand_home
 
@@ -151,12 +151,10 @@ def check_sft(config: RunConfig) -> None:
             "data.eval or data.eval_share above 0, or remove it"
         )
 
-    has_tasks = config.environment is not None or config.tasks.given
-    brings_them = config.agent.type == "function" or brings_tasks(config.agent.type)
-    if config.sft.stop_at_gap.tasks and not (has_tasks or brings_them):
+    if config.sft.stop_at_gap.tasks and not _has_tasks(config):
         raise ConfigError(
-            "sft.stop_at_gap.tasks: there are no training tasks to play: give tasks.train or an "
-            "environment, or set it to 0"
+            "sft.stop_at_gap.tasks: there are no training tasks to play: give an environment, or "
+            "tasks.train and an agent that attempts them, or set it to 0"
         )
 
     if (
@@ -168,6 +166,15 @@ def check_sft(config: RunConfig) -> None:
             "model.tiny.tokenizer: `word` takes its words from an environment, and there is "
             "none: set it to byte"
         )
+
+
+def _has_tasks(config: RunConfig) -> bool:
+    """Whether there are tasks, and an agent that attempts them."""
+    if config.environment is not None:
+        return True
+    kind = config.agent.type
+    has_tasks = config.tasks.given or kind == "function" or brings_tasks(kind)
+    return has_tasks and not isinstance(config.agent, EnvironmentAgentSection)
 
 
 PairsFile = Annotated[Path | None, expand_home("give a file, or null")]

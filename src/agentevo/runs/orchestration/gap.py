@@ -126,8 +126,8 @@ def choose_tasks(
         tasks = environment_tasks(kind, config.run.seed, "train", 0, count + num_shown)
     else:
         raise ConfigError(
-            "sft.stop_at_gap.tasks: there are no training tasks to play: give tasks.train or an "
-            "environment, or set it to 0"
+            "sft.stop_at_gap.tasks: there are no training tasks to play: give an environment, or "
+            "tasks.train and an agent that attempts them, or set it to 0"
         )
 
     return sorted(tasks, key=demonstrates)[:count]
