@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import pydantic
 from pydantic import Field
 
+from agentevo.config.agents import EnvironmentAgentSection, brings_tasks
 from agentevo.errors import ConfigError
 from agentevo.runtime.section import Section, Texts, expand_home
 
@@ -64,6 +65,25 @@ class ConversationKeys(pydantic.BaseModel):
         return bool(self.train or self.demonstrations or self.best_of)
 
 
+class GapStopSection(Section):
+    """Where fine-tuning ends if reinforcement learning follows. RL turns pass@k into pass@1: it can
+    raise only what some attempts reach. So the run measures both on training tasks as it goes, and
+    its best checkpoint is the one whose pass@k - pass@1 is largest (docs/sft.md). This replaces
+    `evaluation.stop_after` and the choice by held-out tasks. Off if `tasks` is 0."""
+
+    tasks: int = Field(default=0, ge=0)
+    """Number of training tasks to play: those that no conversation demonstrates, and others if
+    there are too few of those."""
+    attempts: int = Field(default=8, ge=2)
+    """Attempts at each task, k, at sampling.temperature. A measurement costs tasks * attempts."""
+    every: int | None = Field(default=None, ge=1)
+    """Interval of measurements, in optimizer steps. The first one is before the first step, the
+    last one after the last. Default: an eighth of all steps."""
+    patience: int = Field(default=2, ge=0)
+    """End the run, as finished, after this many measurements in a row without a larger gap. 0: all
+    steps are made. Measurements before the first gap don't count."""
+
+
 class SFTSection(Section):
     """How `agentevo sft` trains on the conversations of `data`; other commands don't read it."""
 
@@ -98,6 +118,8 @@ class SFTSection(Section):
     except for the loss of `router_aux_loss_coef`, because it changes the micro-batches. If false,
     every conversation is computed in full, as in most trainers; this is slower, and useful for
     comparison."""
+    stop_at_gap: GapStopSection = GapStopSection()
+    """Keep the weights from which reinforcement learning has most to gain."""
 
 
 def check_sft(config: RunConfig) -> None:
@@ -129,6 +151,12 @@ def check_sft(config: RunConfig) -> None:
             "data.eval or data.eval_share above 0, or remove it"
         )
 
+    if config.sft.stop_at_gap.tasks and not _has_tasks(config):
+        raise ConfigError(
+            "sft.stop_at_gap.tasks: there are no training tasks to play: give an environment, or "
+            "tasks.train and an agent that attempts them, or set it to 0"
+        )
+
     if (
         config.model.name == "tiny"
         and config.environment is None
@@ -138,6 +166,15 @@ def check_sft(config: RunConfig) -> None:
             "model.tiny.tokenizer: `word` takes its words from an environment, and there is "
             "none: set it to byte"
         )
+
+
+def _has_tasks(config: RunConfig) -> bool:
+    """Whether there are tasks, and an agent that attempts them."""
+    if config.environment is not None:
+        return True
+    kind = config.agent.type
+    has_tasks = config.tasks.given or kind == "function" or brings_tasks(kind)
+    return has_tasks and not isinstance(config.agent, EnvironmentAgentSection)
 
 
 PairsFile = Annotated[Path | None, expand_home("give a file, or null")]

@@ -20,7 +20,14 @@ from agentevo.observability.pages.charts import Chart, ChartLine
 from agentevo.observability.run_now import PHASES
 
 LEARNING = ("train/success", "critic/score/mean", "critic/rewards/mean")
-SUPERVISED = ("sft/loss", "sft/eval/loss", "sft/eval/token_accuracy")
+SUPERVISED = (
+    "sft/loss",
+    "sft/eval/loss",
+    "sft/eval/token_accuracy",
+    "sft/tasks/pass@1",
+    "sft/tasks/gap",
+    "sft/tasks/entropy",
+)
 OPTIMISATION = (
     "actor/grad_norm",
     "actor/entropy",

@@ -151,6 +151,8 @@ def _best(value: float | None, best: Mapping[str, Any], summary: Mapping[str, An
     is the highest."""
     if value is None:
         return ""
+    if kept := summary.get("kept"):
+        return f"gap of {100 * value:.1f} points (pass@{kept['attempts']}) at step {kept['step']}"
     loss = summary.get("command") == "sft" and not summary.get("environment")
     return f"{f'loss {-value:.3f}' if loss else f'{value:.0%}'} at step {best.get('step')}"
 

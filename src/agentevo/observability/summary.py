@@ -55,6 +55,9 @@ class _Summary(msgspec.Struct):
     findings: list[dict[str, Any]] = []
     tokens: dict[str, int] = {}
     best: dict[str, float | None] = {}
+    kept: dict[str, float] | None = None
+    """`step`, `gap` and `attempts` of the best checkpoint, where a gap chose it
+    (sft.stop_at_gap)."""
     remote_models: _RemoteModelUsage | None = None
 
 

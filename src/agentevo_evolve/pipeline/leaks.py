@@ -11,18 +11,17 @@ environment under two seeds, and the conversations of `command` stages with thos
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentevo.config import RunConfig
 from agentevo.data import RowReport
 from agentevo.data.conversation import read_conversations
-from agentevo.data.question_overlap import question_key
+from agentevo.data.question_overlap import question_key, question_of, questions_in
 from agentevo.data.rows import read_rows
 from agentevo.errors import ConfigError, shown
 from agentevo.rollout.task_source import TaskSource
-from agentevo.types import QUERY_MESSAGES, Task
 from agentevo_evolve.pipeline.kinds import TrainsOn
 
 
@@ -63,13 +62,13 @@ class Leaks:
             source = TaskSource(config, None)
             tasks = source.held_out()
             for task in tasks:
-                held_out.add(_question(task), where)
+                held_out.add(question_of(task), where)
 
             if trains_on == "tasks":
                 names = {task.id for task in tasks}
                 for task in source.given():
                     if task.id not in names:
-                        trained.add(_question(task), where)
+                        trained.add(question_of(task), where)
 
         for text in _data_of(config, trains_on):
             trained.add(text, where)
@@ -100,19 +99,13 @@ class Leaks:
             )
 
 
-def _question(task: Task) -> str:
-    if task.query is not None:
-        return task.query
-    return _last_question(task.metadata.get(QUERY_MESSAGES) or ())
-
-
 def _data_of(config: RunConfig, trains_on: TrainsOn) -> Iterator[str]:
     """The questions in the conversations or pairs that a stage trains on."""
     if trains_on == "conversations":
         for source in config.data.train:
             if _exist([source]):
                 for row in read_conversations(source, config.data.format, RowReport("data.train")):
-                    yield from _questions(row.messages)
+                    yield from questions_in(row.messages)
 
     files_by_kind = {"pairs": config.rm.pairs, "tasks": config.data.pairs}
     pairs = files_by_kind.get(trains_on)
@@ -122,18 +115,7 @@ def _data_of(config: RunConfig, trains_on: TrainsOn) -> Iterator[str]:
             if isinstance(prompt, str):
                 yield prompt
             elif isinstance(prompt, list):
-                yield from _questions(prompt)
-
-
-def _questions(messages: Iterable[object]) -> Iterator[str]:
-    for message in messages:
-        if isinstance(message, Mapping) and message.get("role") == "user":
-            yield str(message.get("content") or "")
-
-
-def _last_question(messages: Iterable[object]) -> str:
-    questions = list(_questions(messages))
-    return questions[-1] if questions else ""
+                yield from questions_in(prompt)
 
 
 def _exist(sources: Iterable[str]) -> bool:

@@ -382,13 +382,16 @@ class RunStage(StageKind):
         summary = _summary(job.folder)
         assert summary is not None
 
-        checkpoint = Checkpoints(job.folder / "checkpoints", 1).find(job.take)
+        which = "best" if summary.get("kept") else job.take  # sft.stop_at_gap chose the best one
+        checkpoint = Checkpoints(job.folder / "checkpoints", 1).find(which)
         evaluation = summary["eval"]
         numbers = {
             f"own_{name}": float(evaluation[name])
             for name in ("before", "after")
             if evaluation.get(name) is not None
         }
+        if summary.get("kept"):
+            numbers |= {"kept_step": float(summary["kept"]["step"]), "gap": summary["kept"]["gap"]}
         model_totals = (summary.get("remote_models") or {}).get("asked", [])
 
         return StageResult(

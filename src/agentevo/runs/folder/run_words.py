@@ -58,6 +58,10 @@ def _results(summary: Mapping[str, Any]) -> list[str]:
         losses = {when: held_out.get(when, {}).get("loss") for when in ("before", "after")}
         words = _before_and_after("loss", losses, "{:.4g}")
 
+    if kept := summary.get("kept"):
+        gap = f"pass@{kept['attempts']} is {100 * kept['gap']:.1f} points above pass@1"
+        return [*words, f"kept step {kept['step']}, where {gap}"]
+
     best = summary.get("best", {}).get("step")
     return words if best is None else [*words, f"best at step {best:g}"]
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from agentevo.config import RunConfig, check_sft
 from agentevo.data import RowError, RowReport, check_source, read_conversations
 from agentevo.data.message_images import ImageCollector
+from agentevo.data.question_overlap import question_key, question_of, questions_in
 from agentevo.data.spooled_images import SpooledImages
 from agentevo.errors import ConfigError
 from agentevo.models.chat.chat_format import NO_IMAGES, ChatFormat, chat_of
@@ -37,7 +38,7 @@ from agentevo.training.assistant_tokens import AssistantTokens, TokenRow
 from agentevo.training.learner import PreparedBatch
 from agentevo.training.pairs import answer_of
 from agentevo.training.supervised import plan_batches
-from agentevo.types import Sample, Trajectory
+from agentevo.types import Sample, Task, Trajectory
 from agentevo.types.images import ImageFile, images_of_samples
 
 HELD_OUT = "sft/eval/"
@@ -58,6 +59,14 @@ class SFTData:
     reports: list[RowReport] = field(default_factory=list)
     images: MutableMapping[str, ImageFile] = field(default_factory=SpooledImages)
     """Maps a digest to an image of the conversations."""
+    questions: set[bytes] = field(default_factory=set)
+    """The keys of the questions in conversations of files."""
+    task_ids: set[str] = field(default_factory=set)
+    """The tasks of the stored attempts that are trained on."""
+
+    def demonstrates(self, task: Task) -> bool:
+        """Whether a conversation solves the task: its attempt, or a question in the same words."""
+        return task.id in self.task_ids or question_key(question_of(task)) in self.questions
 
     def sizes(self) -> dict[str, int]:
         """Conversation -> its tokens."""
@@ -261,7 +270,7 @@ def load_sft_data(
     )
     if section.train:
         conversations.train |= _from_files(
-            config, section.train, "train", encoder, images, conversations.reports, view, stop
+            config, section.train, "train", encoder, images, conversations, view, stop
         )
 
     if section.demonstrations:
@@ -276,10 +285,12 @@ def load_sft_data(
         samples, report, shown = _best_attempts(config, section.best_of, tokenizer)
         conversations.train |= _fitting(samples, report, limit, conversations.reports)
         conversations.images.update(shown)
+        groups = {sample.trajectory_id.rpartition("/")[0] for sample in samples}
+        conversations.task_ids |= groups | {name.rpartition("~")[0] for name in groups}
 
     if section.eval:
         conversations.held_out |= _from_files(
-            config, section.eval, "eval", encoder, images, conversations.reports, view, stop
+            config, section.eval, "eval", encoder, images, conversations, view, stop
         )
     elif section.eval_share:
         conversations.held_out = _hold_out(conversations.train, section.eval_share, config.run.seed)
@@ -302,14 +313,14 @@ def _from_files(
     kind: str,
     encoder: AssistantTokens,
     images: ImageCollector | None,
-    reports: list[RowReport],
+    data: SFTData,
     view: LiveView,
     stop: Callable[[], bool],
 ) -> Conversations:
     section = config.data
     report = RowReport(kind)
     conversations = Conversations()
-    reports.append(report)
+    data.reports.append(report)
 
     for source in sources:
         for conversation in read_conversations(source, section.format, report, images):
@@ -319,6 +330,8 @@ def _from_files(
             try:
                 conversations[conversation.where], shortened = encoder.encode(conversation)
                 report.shortened += shortened
+                keys = map(question_key, questions_in(conversation.messages))
+                data.questions.update(key for key in keys if key is not None)
             except RowError as error:
                 report.add(conversation.where, error)
 

@@ -284,7 +284,10 @@ class RunEvaluation:
         return bool(every) and step % every == 0
 
     def value_of(self, metrics: dict[str, float]) -> float | None:
-        """The value by which the best checkpoint is chosen; None if nothing is held out."""
+        """The value by which the best checkpoint is chosen; None if nothing is held out, or if a
+        gap on training tasks chooses it (gap.py)."""
+        if self._record.chooses_by_gap:
+            return None
         return solved_share(metrics) if self._parts.plays else self._source.value(metrics)
 
     async def rate(self, name: str, *, full: bool) -> float | None:

@@ -47,6 +47,7 @@ from agentevo.runs.orchestration.cold_start import cold_start
 from agentevo.runs.orchestration.components import AgentFunction, Components, open_components
 from agentevo.runs.orchestration.conversations import SFTData, read_sft_data
 from agentevo.runs.orchestration.evaluation import RunEvaluation, check_first_attempts
+from agentevo.runs.orchestration.gap import GapStop, chooses_by_gap
 from agentevo.runs.orchestration.ledger import drop_reasons, plan_of, reserve
 from agentevo.runs.orchestration.profiling import Profiling
 from agentevo.runs.orchestration.ranks import RunRanks, follow, join_ranks
@@ -154,7 +155,7 @@ async def run_training(
     checkpoints = Checkpoints(
         folder / "checkpoints",
         config.checkpoint.keep_last,
-        keep_best=config.checkpoint.keep_best,
+        keep_best=config.checkpoint.keep_best or chooses_by_gap(config, command),
         is_only_caller=True,
     )
     with RunLog() as log, view, stop_on_interrupt(view.note) as stop_signals, ExitStack() as stack:
@@ -284,6 +285,10 @@ class TrainingRun:
 
         self.record = record = RunRecord(parts, self.source, view, command)
         self.evaluation = RunEvaluation(parts, self.source, record, view, is_stopped, command)
+        self.gap_stop: GapStop | None = None
+        if conversations is not None and record.chooses_by_gap:
+            num_steps = self.source.num_steps
+            self.gap_stop = GapStop(parts, conversations, num_steps, record, view, is_stopped)
         self.checkpoints = RunCheckpoints(parts, folder, record, self.trainers, self.trainer, view)
         if submissions is not None:
             submissions.save = self.checkpoints.keep
@@ -396,7 +401,7 @@ class TrainingRun:
         self.view.set_progress(progress.step, self.num_steps)
         if self.is_stopped() and (not progress.begun or progress.step < record.end.step):
             return  # the signal came during loading, cold start or repeated steps
-        stop_after = self.parts.config.evaluation.stop_after
+        _, stop_after = record.stop_rule
         if nothing_left := progress.nothing_left(
             self.num_steps, self.command, stop_after=stop_after
         ):
@@ -475,7 +480,10 @@ class TrainingRun:
         self.trainer.begin()
         await self.evaluation.rate("before", full=True)
         self.record.progress.before = self.record.progress.after
+        gap = None if self.gap_stop is None else await self.gap_stop.measure()
         self.record.progress.begun = True
+        if gap is not None:
+            self.checkpoints.keep(gap)
 
     async def step(self) -> None:
         """One step, committed at its end."""
@@ -540,11 +548,15 @@ class TrainingRun:
     async def _milestones(self, step: int) -> dict[str, str] | None:
         """Evaluates and saves the step that has just been computed, when these are due; returns the
         checkpoint's entry for the record."""
-        is_last = step == self.source.num_steps
         value = None
+        if self.gap_stop is not None and self.gap_stop.is_due(step):
+            value = await self.gap_stop.measure()
+
+        is_last = step == self.source.num_steps or self.record.early_stop is not None
         if is_last or self.evaluation.is_due(step):
             name = "after" if is_last else f"step {step}"
-            value = await self.evaluation.rate(name, full=is_last)
+            held_out = await self.evaluation.rate(name, full=is_last)
+            value = held_out if self.gap_stop is None else value
 
         is_saved = is_last or self.checkpoints.is_due(step, value) or self.record.early_stop
         return self.checkpoints.save(value) if is_saved else None

@@ -97,12 +97,13 @@ class RunCheckpoints:
         path = self._folder.path(step).relative_to(self._parts.config.run_dir)
         return {"path": str(path), "sha256": write()}
 
-    def keep(self) -> None:
-        """Saves the committed weights between two steps, unless a checkpoint has them."""
+    def keep(self, value: float | None = None) -> None:
+        """Saves the committed weights between two steps, unless a checkpoint has them. `value`:
+        their evaluation, if any."""
         self.settle(wait=True)
         step = self._record.progress.step
         if self._folder.steps()[-1:] != [step]:
-            self._name_in_head(step, self._writer(None, copied=False)())
+            self._name_in_head(step, self._writer(value, copied=False)())
 
     def keep_lost_best(self, end: End) -> None:
         """Saves the weights of the step that was just repeated if their evaluation is the best one
@@ -120,6 +121,7 @@ class RunCheckpoints:
         """Whether a checkpoint with the evaluation `value` would be the best one, and is kept."""
         best = self._folder.best_value
         is_kept = self._section.keep_best and self._section.every > 0
+        is_kept = is_kept or self._record.chooses_by_gap
         return is_kept and value is not None and (best is None or value > best)
 
     def _name_in_head(self, step: int, sha256: str) -> None:

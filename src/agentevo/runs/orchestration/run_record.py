@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from agentevo.runs.folder.creation import RunCommand, kind_of
 from agentevo.runs.orchestration.batch_sources import BatchSource
 from agentevo.runs.orchestration.components import Components
 from agentevo.runs.orchestration.evaluation import failed_share, headline, sampled_success
+from agentevo.runs.orchestration.gap import chooses_by_gap, is_larger
 from agentevo.runs.orchestration.ledger import RowDigests, commit
 from agentevo.runs.orchestration.run_findings import held_out_success, recipe_of
 from agentevo.runs.orchestration.tracking import attempts_table
@@ -78,6 +80,8 @@ class RunProgress(msgspec.Struct):
     best_rating: Rating | None = None
     """The first of the equally good ones."""
     evaluations_since_best: int = 0
+    best_gaps: dict[str, float] = {}
+    """Task -> its gap at `best_rating`, where a gap chooses the weights (gap.py)."""
 
     def rate(self, value: float | None) -> None:
         """Counts an evaluation of the weights of `step`. value: None if nothing is held out."""
@@ -92,14 +96,32 @@ class RunProgress(msgspec.Struct):
         else:
             self.evaluations_since_best += 1
 
+    def rate_gap(self, by_task: Mapping[str, float]) -> bool:
+        """Counts a measurement of the gaps of tasks (gap.py). Returns whether it is the best one.
+        The first gap above 0 is."""
+        gap = fmean(by_task.values())
+        is_best = is_larger(by_task, self.best_gaps) if self.best_gaps else gap > 0
+        self.newest_rating = Rating(self.step, gap) if is_best else None
+        if is_best:
+            self.best_rating = self.newest_rating
+            self.best_gaps = dict(by_task)
+            self.evaluations_since_best = 0
+        elif self.best_gaps:
+            self.evaluations_since_best += 1
+        return is_best
+
     def early_stop(self, stop_after: int) -> str | None:
         """Why the run ends before its last step, for its summary; None if it continues.
-        stop_after: `evaluation.stop_after`."""
+        stop_after: see RunRecord.stop_rule."""
         if not stop_after or self.evaluations_since_best < stop_after:
             return None
 
         best = self.best_rating
         num = self.evaluations_since_best
+        if best is not None and self.best_gaps:
+            gap = _describe_gap(best)
+            return f"the last {num} measurement{'s' * (num != 1)} showed no larger gap than {gap}"
+
         if best is None:
             finding = "gave no number"
         else:
@@ -134,12 +156,15 @@ class RunProgress(msgspec.Struct):
 
     def nothing_left(self, num_steps: float, command: str, stop_after: int = 0) -> str | None:
         """The line for a run of `num_steps` steps that begins or resumes and has no step left; None
-        if it has one, or is only evaluated. stop_after: `evaluation.stop_after`."""
+        if it has one, or is only evaluated. stop_after: see RunRecord.stop_rule."""
         reason = self.early_stop(stop_after)
         if self.step == 0 or (self.step < num_steps and reason is None):
             return None
 
         committed = f"{self.step} step{'s are' if self.step > 1 else ' is'} committed"
+        if self.step < num_steps and self.best_gaps:
+            return f"{committed}, and {reason}, so nothing is trained"
+
         if self.step < num_steps:
             return (
                 f"{committed}, and {reason}, so nothing is trained: give "
@@ -186,6 +211,12 @@ class RunProgress(msgspec.Struct):
             remarks.append(words)
 
         return remarks
+
+
+def _describe_gap(best: Rating) -> str:
+    """`the 43.8 points of step 12`."""
+    when = f"of step {best.step}" if best.step else "before the first step"
+    return f"the {100 * best.value:.1f} points {when}"
 
 
 class RunRecord:
@@ -264,9 +295,21 @@ class RunRecord:
         self.observe(step, metrics, facts)
 
     @property
+    def chooses_by_gap(self) -> bool:
+        return chooses_by_gap(self._config, self._command)
+
+    @property
+    def stop_rule(self) -> tuple[str, int]:
+        """The key that ends the run early, and its value: how many evaluations in a row, or
+        measurements of the gap, are no better than the best one. 0: it does not."""
+        if self.chooses_by_gap:
+            return "sft.stop_at_gap.patience", self._config.sft.stop_at_gap.patience
+        return "evaluation.stop_after", self._config.evaluation.stop_after
+
+    @property
     def early_stop(self) -> str | None:
         """Why the run ends after its newest step; None if it does not."""
-        return self.progress.early_stop(self._config.evaluation.stop_after)
+        return self.progress.early_stop(self.stop_rule[1])
 
     def warn_of_shortcomings(self) -> None:
         """The run has ended: says why it ended early, if it did, and which of its numbers are
@@ -274,16 +317,37 @@ class RunRecord:
         step = self.progress.step
         num_steps = self._source.num_steps
         if (reason := self.early_stop) is not None and step < num_steps:
+            key, value = self.stop_rule
             self._view.note(
                 f"finished after step {step}, {num_steps - step} before the last: {reason} "
-                f"(evaluation.stop_after={self._config.evaluation.stop_after})"
+                f"({key}={value})"
             )
             num_steps = step
+
+        if self.chooses_by_gap:
+            self._say_what_is_kept()
 
         trains = self._config.trainer.epochs > 0
         compares = not self._config.distillation.is_alone
         for text in self.progress.shortcomings(num_steps, trains=trains, compares=compares):
             self.warn(text)
+
+    def _say_what_is_kept(self) -> None:
+        """Which weights the measurements of the gap have chosen."""
+        best = self.progress.best_rating
+        if best is None:
+            self.warn(
+                "no measurement showed a gap between pass@k and pass@1 on training tasks (nothing "
+                "was solved, or everything): the last weights are kept"
+            )
+        elif best.step == 0:
+            self.warn(
+                f"the gap between pass@k and pass@1 was largest before the first step "
+                f"({100 * best.value:.1f} points): the kept weights are those without "
+                "fine-tuning, and RL has no need of these demonstrations"
+            )
+        else:
+            self._view.note(f"kept: the weights with the largest gap, {_describe_gap(best)}")
 
     def write_summary(
         self,
@@ -331,12 +395,22 @@ class RunRecord:
             "stopped_early": self.early_stop if progress.step < self._source.num_steps else None,
             "tokens": {"generated": progress.generated_tokens, "trained": progress.trained_tokens},
             "best": best,
+            **self._kept(best),
             "profile": profile,
             "remote_models": parts.sampler.remote_models.summary() if plays else {},
             "findings": self._monitor.spans,
             "warnings": [*self._source.warnings(), *progress.warnings],
         }
         self.head.write_file(SUMMARY, json.dumps(summary, indent=2))
+
+    def _kept(self, best: Mapping[str, float | None]) -> dict[str, Any]:
+        """The entry of a run whose weights are chosen by their gap: None if none was above 0."""
+        if not self.chooses_by_gap:
+            return {}
+        if best["step"] is None:
+            return {"kept": None}
+        attempts = self._config.sft.stop_at_gap.attempts
+        return {"kept": {"step": best["step"], "gap": best["value"], "attempts": attempts}}
 
     def wall_s(self) -> float:
         """Seconds of training and evaluation so far, without pauses."""
