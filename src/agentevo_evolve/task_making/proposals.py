@@ -126,13 +126,15 @@ class Draft:
             self.messages.append({"role": "user", "content": content})
 
         is_second = bool(self.problems)
-        self.proposals, self.tried, self.problems, self.results = [], [], [], []
+        self.problems = []
+        self.tried = []
+        self.results = []
         reply = await model.generate(
             self.messages, seed=seed * 1_000_003 + 2 * self.number + is_second, role="task writer"
         )
         text = reply.text or ""
         self.proposals, problems = read_proposals(text)
-        self.problems += [("(a reply)", problem) for problem in problems]
+        self.problems = [("(a reply)", problem) for problem in problems]
         said = text if len(text) <= MAX_PART_CHARS else "(a long reply)"
         self.messages.append({"role": "assistant", "content": said or "(nothing)"})
 

@@ -67,6 +67,7 @@ from agentevo_evolve.task_making.wording import (
 )
 
 CONCURRENCY = 8
+UNANSWERED = "the model did not answer"
 MAX_MISSES = 400
 """The number of walks in a row without a new task, after which the search ends."""
 MAX_QUERY_CHARS = 4000
@@ -289,8 +290,8 @@ class _Maker:
                 num_prompts += len(drafts)
                 errors = await asyncio.gather(*(self._propose(draft, model) for draft in drafts))
                 failures = [error for error in errors if error is not None]
-                reasons["the model did not answer"] += len(failures)
-                if failures and reasons.total() == num_prompts:
+                reasons[UNANSWERED] += len(failures)
+                if reasons[UNANSWERED] == num_prompts:
                     raise AgentEvoError(f"the writer has answered nothing: {failures[0]}")
 
                 for draft in drafts:

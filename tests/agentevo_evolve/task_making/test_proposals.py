@@ -217,3 +217,6 @@ def test_prompts_are_bounded_and_a_writer_that_is_away_is_told(rooms):
 
     with pytest.raises(AgentEvoError, match="answered nothing: it is away"):
         written(*[RemoteModelError("it is away")] * 9)
+
+    made, _ = written("No.", *[RemoteModelError("it is away")] * 9)
+    assert made.written_reasons["the model did not answer"] >= 1
