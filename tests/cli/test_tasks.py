@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+from remote_server import RemoteServer, chat, gives
 
 from agentevo.cli.main import main
 from agentevo_evolve.task_making.files import made_rows
@@ -49,6 +51,37 @@ def test_a_folder_of_tasks_is_made_whole_and_made_again_nowhere(tmp_path, recipe
     assert all(row["variant_of"] for row in made_rows([str(harder / "train.jsonl")]))
 
 
+@pytest.mark.slow
+def test_a_model_proposes_tasks_and_walks_make_the_others(tmp_path, recipe, capsys):
+    def answer(body, handler):
+        prompts.append(body["messages"])
+        for room in re.findall(r"room (\d+) for", body["messages"][-1]["content"]):
+            call = {"tool": "book", "arguments": {"room": int(room), "guest": "Zoe", "nights": 2}}
+            text = f"Zoe stays in room {room}, 2 nights."
+            tasks = [{"task": text, "difficulty": 3, "calls": [call]}]
+            gives(chat(f"Here: {json.dumps({'tasks': tasks})}"))(body, handler)
+            return
+        gives(chat("I can't."))(body, handler)
+
+    prompts = []
+    out = tmp_path / "hotel"
+    words = ["data", "make", "--out", str(out), "--train", "6", "--held-out", "2", recipe]
+    with RemoteServer(answer) as server:
+        assert main([*words, "--writer", server.base_url, "--write-scenarios"]) == 0
+
+    told = capsys.readouterr().out
+    rows = made_rows([str(out / "train.jsonl"), str(out / "eval.jsonl")])
+    written = [row for row in rows if row.get("written")]
+    account = json.loads((out / "made.json").read_text())
+    assert 0 < len(written) == account["written"]["tasks"] < 8 == len(rows)
+    assert f"{len(written)} by the writer ({account['written']['prompts']} prompts" in told
+    assert f"{8 - len(written)} from walks" in told
+    assert all(row["query"].startswith("Zoe stays") and row["difficulty"] == 3 for row in written)
+
+    num_reworded = 8 - len(written)  # each gets two prompts, none is taken
+    assert len(prompts) == account["written"]["prompts"] + 2 * num_reworded
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -60,6 +93,11 @@ def test_a_folder_of_tasks_is_made_whole_and_made_again_nowhere(tmp_path, recipe
         (["--value", "city={a: 1}"], "--value city"),
         (["--harder-than", "RECIPE_DIR/other.jsonl"], "`agentevo data make` did not make"),
         (["--writer", "nowhere"], "--writer"),
+        (["--write-scenarios"], "--write-scenarios needs a model that writes"),
+        (
+            ["--write-scenarios", "--writer", "http://127.0.0.1:9/v1", "--harder-than", "x.jsonl"],
+            "leave it out",
+        ),
     ],
 )
 def test_wrong_words_are_refused_and_nothing_is_written(tmp_path, recipe, capsys, words, message):

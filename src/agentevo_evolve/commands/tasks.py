@@ -30,6 +30,7 @@ SERVER_OPTIONS = (
     "demonstrations",
     "system",
     "harder_than",
+    "write_scenarios",
 )
 """Parameters that have no effect for documents."""
 
@@ -59,6 +60,14 @@ Writer = Annotated[
 ]
 WriterModel = Annotated[
     str, typer.Option(metavar="NAME", help="The writer's model name at the URL.")
+]
+WriteScenarios = Annotated[
+    bool,
+    typer.Option(
+        "--write-scenarios",
+        help="The writer also proposes tasks for a server, with the calls that solve them. Each is "
+        "tried, and what is missing is made without it.",
+    ),
 ]
 WriterKey = Annotated[
     str | None,
@@ -193,6 +202,7 @@ def make(
     writer: Writer = None,
     writer_model: WriterModel = "default",
     writer_key: WriterKey = None,
+    write_scenarios: WriteScenarios = False,
 ) -> None:
     """Make training and held-out tasks for a tool server or from documents. A server's tools are
     called, and the results recorded: the calls are real, so use --exclude for tools that must not
@@ -239,11 +249,21 @@ def make(
     )
     check_wanted(wanted_tasks)
 
+    if write_scenarios and writer is None:
+        raise ConfigError("--write-scenarios needs a model that writes: give --writer")
+    if write_scenarios and (harder_than or after is not None):
+        raise ConfigError(
+            "--write-scenarios makes new tasks, and only walks make harder variants of others: "
+            "leave it out, or --harder-than and --after"
+        )
+
     model = _open_writer(writer, writer_model, writer_key, after)
     chosen = {"include": include or (), "exclude": exclude or ()}
     parents, kept_rows = _earlier_rows(harder_than or [], after)
     sections = tool_sections(source, choose=chosen, tells_world=worlds > 1)
-    made_tasks = _make_tasks(sections, wanted_tasks, parents, kept_rows)
+    made_tasks = _make_tasks(
+        sections, wanted_tasks, parents, kept_rows, model if write_scenarios else None
+    )
     if after is not None:  # what the variants are of is played no more
         from agentevo_evolve.task_making.curriculum_tasks import without_parent
 
@@ -360,6 +380,7 @@ def _make_tasks(
     wanted_tasks: WantedTasks,
     parents: list[dict[str, Any]],
     kept_rows: list[dict[str, Any]],
+    writer: RemoteModel | None,
 ) -> MadeTasks:
     from agentevo.runtime.event_loop import run_coroutine
     from agentevo.runtime.progress import bar
@@ -371,6 +392,7 @@ def _make_tasks(
             wanted_tasks,
             taken=frozenset(str(row["content"]) for row in [*parents, *kept_rows]),
             harder_than=parents,
+            writer=writer,
             on_note=print_note,
             progress=so_far.to,
         )
@@ -420,12 +442,26 @@ def _write(
 def _lines(account: dict[str, Any]) -> list[str]:
     grades = ", ".join(f"{count} of {grade}" for grade, count in account["difficulty"].items())
     used = [f"{name} {count}" for name, count in account["tools"].items()]
+    written = account.get("written")
+    origin = [] if written is None else [_origin_line(written, account)]
     return [
         f"tasks        {account['train']} to train on, {account['held_out']} held out",
+        *origin,
         f"difficulty   {grades}",
         f"tools        {', '.join(used)}",
         f"pairs        {', '.join(account['pairs']) or 'none'}",
     ]
+
+
+def _origin_line(written: dict[str, Any], account: dict[str, Any]) -> str:
+    """How many tasks the writer proposed, and why others of its proposals are no tasks."""
+    num_walks = account["train"] + account["held_out"] - written["tasks"]
+    reasons = list(written["reasons"].items())[:4]
+    why = "; ".join(f"{reason}: {count}" for reason, count in reasons)
+    return (
+        f"origin       {written['tasks']} by the writer ({written['prompts']} prompts"
+        f"{f'; refused: {why}' if why else ''}), {num_walks} from walks"
+    )
 
 
 def _difficulties(word: str) -> tuple[int, int]:

@@ -17,6 +17,7 @@ OF_SERVERS_TASKS = (
     "kinds",
     "personas",
     "values",
+    "write_scenarios",
 )
 """Keys that have no effect for documents."""
 
@@ -36,6 +37,9 @@ class TasksToMake(Section):
     """A model that rewords the tasks of a server, and writes the questions about documents: a name
     of remote_models, URL#MODEL, or a local model as in model.name. Default: a grammar writes
     them."""
+    write_scenarios: bool = False
+    """Whether the writer also proposes the first tasks for a server, with the calls that solve
+    them. Each is tried, and what is missing is made without it."""
     max_calls: int = Field(default=4, ge=1, le=12)
     """The maximum number of calls that a task needs."""
     min_difficulty: int = Field(default=1, ge=1, le=5)
@@ -53,6 +57,12 @@ class TasksToMake(Section):
     """Values of parameters, by name, in addition to those that the server shows."""
     seed: int = Field(default=0, ge=0)
     """The seed of all random choices."""
+
+    @model_validator(mode="after")
+    def _check_writer(self) -> Self:
+        if self.write_scenarios and self.writer is None:
+            raise ValueError("write_scenarios needs a model that writes: give writer")
+        return self
 
 
 class DemonstrationsSection(Section):

@@ -104,13 +104,19 @@ class ServerSource(TaskOrigin):
     def make(self, note: Note, scratch: Path) -> FirstTasks:
         """Makes real calls."""
         request = self.wanted
+        writer = None if self._writer is None else RemoteModel("writer", self._writer)
         with bar("making tasks", request.train + request.held_out, "tasks") as so_far:
-            work = make_tasks(self._tools, request, on_note=note, progress=so_far.to)
+            work = make_tasks(
+                self._tools,
+                request,
+                writer=writer if self._section.tasks.write_scenarios else None,
+                on_note=note,
+                progress=so_far.to,
+            )
             tasks_made = run_coroutine(work)
 
         if tasks_made.shortage:
             raise AgentEvoError(tasks_made.shortage)
-        writer = None if self._writer is None else RemoteModel("writer", self._writer)
         account, shown = finish_tasks(
             tasks_made,
             writer,

@@ -23,7 +23,7 @@ from agentevo.inference.remote_models.model import RemoteModel
 from agentevo.runtime.event_loop import run_coroutine
 from agentevo_evolve.task_making.calls import ToolWorld, call_tool
 from agentevo_evolve.task_making.documents import search_query
-from agentevo_evolve.task_making.scenario import ScenarioStep, steps_of
+from agentevo_evolve.task_making.scenario import WRITTEN, ScenarioStep, steps_of
 from agentevo_evolve.task_making.server_tasks import MadeTasks
 from agentevo_evolve.task_making.writer import reword_tasks
 
@@ -55,19 +55,20 @@ def demonstration(
 def finish_tasks(
     tasks: MadeTasks, writer: RemoteModel | None, *, seed: int, num_shown: int, system: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Rewords the tasks of a server with the writer, which is closed. Returns their account, and
-    `num_shown` conversations that solve random training tasks. `system`: the agent's system
-    message. Raises AgentEvoError if the writer never replies."""
+    """Rewords the tasks of a server with the writer, which is closed, except those that it has
+    proposed. Returns their account, and `num_shown` conversations that solve random training tasks.
+    `system`: the agent's system message. Raises AgentEvoError if the writer never replies."""
     account = {**tasks.account, "seed": seed}
     if writer is not None:
         rows = [*tasks.train, *tasks.held_out]
+        from_walks = [row for row in rows if WRITTEN not in row]
         with closing(writer):
-            work = reword_tasks(rows, writer, tasks.survey.names, seed=seed)
-            rows, account["writer"] = run_coroutine(work)
+            work = reword_tasks(from_walks, writer, tasks.survey.names, seed=seed)
+            reworded, account["writer"] = run_coroutine(work)
 
-        num_train = len(tasks.train)
-        tasks.train = rows[:num_train]
-        tasks.held_out = rows[num_train:]
+        rows_by_id = {row["id"]: row for row in [*rows, *reworded]}
+        tasks.train = [rows_by_id[row["id"]] for row in tasks.train]
+        tasks.held_out = [rows_by_id[row["id"]] for row in tasks.held_out]
 
     draw = random.Random(f"demonstrations-{seed}")
     shown = [

@@ -23,11 +23,11 @@ from agentevo.agents.tools.toolbox import AttemptTools
 from agentevo_evolve.task_making.calls import ToolWorld, call_all, call_tool
 from agentevo_evolve.task_making.databases import answer_of
 from agentevo_evolve.task_making.readers import reader_calls
-from agentevo_evolve.task_making.scenario import Scenario, ScenarioStep
+from agentevo_evolve.task_making.scenario import ANY_PART, Scenario, ScenarioStep
 from agentevo_evolve.task_making.survey import Survey
 from agentevo_evolve.task_making.values import properties
 from agentevo_evolve.task_making.walks import first_value
-from agentevo_evolve.task_making.wording import shown
+from agentevo_evolve.task_making.wording import contains, shown
 
 MAX_QUESTIONS = 16
 MAX_CHECKS = 8
@@ -59,9 +59,11 @@ async def ground_scenario(
     steps: Sequence[ScenarioStep],
     number: int,
     draw: random.Random,
+    answer: str | None = None,
 ) -> Scenario:
-    """Runs these calls in the world with that number, and returns the scenario. Raises
-    UngroundedError."""
+    """Runs these calls in the world with that number, and returns the scenario. `answer`: what the
+    last result must contain if no call changes anything. By default, a random part of that result
+    is the answer. Raises UngroundedError."""
     has_state = any(step.changes for step in steps)
     questions = _questions(survey, steps, draw) if has_state else []
     async with world.open(number) as tools:
@@ -82,7 +84,7 @@ async def ground_scenario(
         return Scenario(steps=grounded, world=number, answer=value)
 
     if not has_state:
-        answer, place = _answer(survey, grounded[-1], draw)
+        answer, place = _answer(survey, grounded[-1], draw, answer)
         return Scenario(steps=grounded, world=number, answer=answer, place=place)
 
     if any(reply.is_lost for reply in (*before, *after)):
@@ -127,7 +129,10 @@ def _check_answer(survey: Survey, step: ScenarioStep, answer: str, place: str) -
     patterns = [
         _pattern(_value_at(result.text, place), result.arguments) for result in results.values()
     ]
-    same = patterns.count(pattern)
+    same = sum(
+        contains(pattern, other or "") if place == ANY_PART else pattern == other
+        for other in patterns
+    )
     if step.arguments and len(patterns) < MIN_RESULTS:
         raise UngroundedError(
             "too few results of its tool are known to tell its answer from others"
@@ -165,10 +170,13 @@ async def _run_steps(
     for step in steps:
         schemas = properties(survey.schemas[step.tool])
         for name, value_source in step.found.items():
-            value = first_value(
-                carried_out[value_source.step].result, value_source.name, schemas[name]
-            )
-            if value != step.arguments[name]:
+            result_text = carried_out[value_source.step].result
+            wanted = step.arguments[name]
+            if not value_source.name and not contains(shown(wanted), result_text):
+                raise UngroundedError("what is to be found is not there")
+            if value_source.name and wanted != first_value(
+                result_text, value_source.name, schemas[name]
+            ):
                 raise UngroundedError("what is to be found is not what is found first")
 
         if step.changes and questions:
@@ -214,12 +222,23 @@ def _questions(
     return questions[:MAX_QUESTIONS]
 
 
-def _answer(survey: Survey, step: ScenarioStep, draw: random.Random) -> tuple[str, str]:
-    """The part of a result that the agent must give, and its place in the result's JSON. Raises
-    UngroundedError if no part needs the call."""
+def _answer(
+    survey: Survey, step: ScenarioStep, draw: random.Random, wanted: str | None
+) -> tuple[str, str]:
+    """The part of a result that the agent must give, and its place in the result's JSON. `wanted`:
+    see ground_scenario. Raises UngroundedError if no part needs the call, or `wanted` doesn't."""
     places = _places(step.result)
     if places is None:
         places = {"": step.result.strip().split("\n")[0].strip()}
+
+    if wanted is not None:
+        if not wanted:
+            raise UngroundedError("its calls change nothing, and it has no answer")
+        if len(wanted) > MAX_ANSWER_CHARS or not contains(wanted, step.result):
+            raise UngroundedError("its answer is no short part of the last result that it needs")
+        place = next((place for place, value in places.items() if value == wanted), ANY_PART)
+        _check_answer(survey, step, wanted, place)
+        return wanted, place
 
     short = [
         (value, place)
@@ -239,6 +258,8 @@ def _answer(survey: Survey, step: ScenarioStep, draw: random.Random) -> tuple[st
 
 def _value_at(text: str, place: str) -> str | None:
     """The value at a place of a result. None if the result has no such place."""
+    if place == ANY_PART:
+        return text
     if place:
         return (_places(text) or {}).get(place)
     return text.strip().split("\n")[0].strip()

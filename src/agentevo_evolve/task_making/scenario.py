@@ -18,20 +18,24 @@ from agentevo_evolve.task_making.questions import DatabaseQuestion
 HELD_OUT_SHARE = 0.2
 """The share of all contents that is held out."""
 MAX_DIFFICULTY = 5
+ANY_PART = "any part"
+"""The place of an answer that is neither the first value of a key nor the first line."""
 CONTENT = "content"
 """The key in a task's metadata with the name of its content."""
 PARENT = "variant_of"
 """The key in a task's metadata with the id of the task that this task is a harder variant of."""
+WRITTEN = "written"
+"""The key in a task's metadata that says that a model wrote the scenario."""
 
 
 class ValueSource(msgspec.Struct, frozen=True, kw_only=True):
     """The source of an argument that the agent does not receive: the first value of that name in
-    the result of an earlier call."""
+    the result of an earlier call, or, without a name, any part of the result."""
 
     step: int
     """The number of the earlier call, from 0."""
     name: str
-    """The name of the parameter that the value is for."""
+    """The name of the parameter that the value is for. Empty for any part of the result."""
 
 
 class ScenarioStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,8 +71,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     answer: str | None = None
     """The right answer if the attempt is judged by its answer."""
     place: str = ""
-    """The part of the last result that is the answer: a key of its JSON, or empty for its first
-    line."""
+    """The part of the last result that is the answer: a key of its JSON, empty for its first line,
+    or ANY_PART."""
     checks: list[StateCheck] = []
     num_changed: int = 0
     """The number of the first checks whose results the calls change."""
@@ -77,6 +81,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     time."""
     parent: str = ""
     """The id of the task that this scenario is a harder variant of."""
+    written_difficulty: int = 0
+    """The difficulty that the writer states. 0 if no model wrote the scenario."""
 
     @property
     def kind(self) -> Literal["state", "answer", "open"]:
@@ -92,7 +98,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         calls: list[str] = []
         for step in self.steps:
             sources = {
-                name: [calls[source.step], source.name] for name, source in step.found.items()
+                name: [calls[source.step], source.name or [step.arguments[name]]]
+                for name, source in step.found.items()
             }
             sql = [step.question.sql] if step.question is not None else []
             call = [step.tool, step.required_values, sources, *sql]
@@ -109,9 +116,19 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return json.dumps([self.world, shown_state]) if changed else ""
 
     @property
+    def meaning(self) -> str:
+        """A name for the outcome and the given arguments, whichever calls lead to the outcome."""
+        values = [value for step in self.steps for value in step.required_values.values()]
+        outcome = [self.world, self.answer] if self.answer is not None else self.content
+        given = sorted(json.dumps(value, sort_keys=True) for value in values)
+        return json.dumps([self.end_state or outcome, given])
+
+    @property
     def difficulty(self) -> int:
-        """From 1 to MAX_DIFFICULTY: a point for each call, for each value to find and for each
-        further clause of a question, minus 1."""
+        """From 1 to MAX_DIFFICULTY, as the writer states it, or: a point for each call, for each
+        value to find and for each further clause of a question, minus 1."""
+        if self.written_difficulty:
+            return self.written_difficulty
         clauses = sum(step.question.clauses for step in self.steps if step.question is not None)
         return min(
             MAX_DIFFICULTY, len(self.steps) + sum(len(step.found) for step in self.steps) + clauses
@@ -147,6 +164,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             **({"persona": persona} if persona else {}),
             **({"world": self.world} if worlds > 1 else {}),
             **variant,
+            **({WRITTEN: True} if self.written_difficulty else {}),
             CONTENT: self.content,
             SOLVED_BY_CALLS: msgspec.to_builtins(self.steps),
         }

@@ -214,13 +214,21 @@ def find_tool_names(text: str, tools: Sequence[str]) -> list[str]:
 
 def values_left_out(text: str, scenario: Scenario) -> list[str]:
     """The values that the agent needs and that are missing from the text."""
-    values = [shown(value) for step in scenario.steps for value in step.required_values.values()]
-    return [value for value in values if not _contains(value, text)]
+    values = [value for step in scenario.steps for value in step.required_values.values()]
+    return [shown(value) for value in values if not tells_value(text, value)]
+
+
+def tells_value(text: str, value: Any) -> bool:
+    """Whether a text contains a value, or all plain values within a list or an object."""
+    if contains(shown(value), text):
+        return True
+    parts = value.values() if isinstance(value, dict) else value
+    return isinstance(value, (dict, list)) and all(tells_value(text, part) for part in parts)
 
 
 def gives_away(text: str, scenario: Scenario) -> bool:
     """Whether the text says what the agent has to find."""
-    if scenario.answer is not None and _contains(scenario.answer, text):
+    if scenario.answer is not None and contains(scenario.answer, text):
         return True
 
     stated_values = {
@@ -229,8 +237,9 @@ def gives_away(text: str, scenario: Scenario) -> bool:
     found_values = [shown(step.arguments[name]) for step in scenario.steps for name in step.found]
     if stated_values.intersection(found_values):
         return True
-    return any(len(value) > 2 and _contains(value, text) for value in found_values)
+    return any(len(value) > 2 and contains(value, text) for value in found_values)
 
 
-def _contains(value: str, text: str) -> bool:
+def contains(value: str, text: str) -> bool:
+    """Whether a text contains a value as whole words, in any case."""
     return bool(re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text, re.IGNORECASE))

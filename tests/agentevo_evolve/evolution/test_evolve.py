@@ -308,6 +308,11 @@ OF_DOCUMENTS = ("evolve.tasks={train: 12, held_out: 3}", "evolve.demonstrations.
         (["evolve.server=http://x/mcp"], "server needs a server"),
         (["evolve.tasks.languages=[en, de]"], "give one language"),
         (["evolve.tasks.writer=no-such-model"], r"evolve\.tasks\.writer: "),
+        (["evolve.tasks.write_scenarios=true"], "write_scenarios needs a model that writes"),
+        (
+            ["evolve.tasks.write_scenarios=true", "evolve.tasks.writer=http://x/v1"],
+            r"tasks\.write_scenarios needs a server",
+        ),
         (["evolve.tasks.writer=http://u:p@x/v1"], r"evolve\.tasks\.writer: "),
     ],
 )
