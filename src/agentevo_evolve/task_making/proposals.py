@@ -86,7 +86,7 @@ class ProposedCall(msgspec.Struct, frozen=True):
     arguments: dict[str, Any] = {}
 
 
-class Proposal(msgspec.Struct, frozen=True):
+class TaskProposal(msgspec.Struct, frozen=True):
     """A task as the writer proposes it."""
 
     task: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
@@ -105,9 +105,9 @@ class Draft:
     persona: str
     mark: str
     messages: list[dict[str, str]]
-    proposals: list[Proposal] = field(default_factory=list)
+    proposals: list[TaskProposal] = field(default_factory=list)
     """The proposals of the newest reply."""
-    tried: list[tuple[Proposal, Scenario]] = field(default_factory=list)
+    tried: list[tuple[TaskProposal, Scenario]] = field(default_factory=list)
     """Those that became scenarios."""
     problems: list[tuple[str, str]] = field(default_factory=list)
     """What is wrong with the newest reply: the words of a task, and the problem."""
@@ -200,7 +200,7 @@ def first_messages(
     ]
 
 
-def read_proposals(text: str) -> tuple[list[Proposal], list[str]]:
+def read_proposals(text: str) -> tuple[list[TaskProposal], list[str]]:
     """The proposals of a reply, PER_PROMPT at most, and what is wrong with it."""
     if len(text) > MAX_REPLY_CHARS:
         return [], [f"a reply has more than {MAX_REPLY_CHARS:,} characters"]
@@ -214,14 +214,14 @@ def read_proposals(text: str) -> tuple[list[Proposal], list[str]]:
     if not items:
         return [], ["no JSON object with a list under `tasks`"]
 
-    proposals: list[Proposal] = []
+    proposals: list[TaskProposal] = []
     problems: list[str] = []
     for item in items[-PER_PROMPT:]:
         try:
             if _depth(item) > MAX_DEPTH:
                 raise ValueError("too deep")
             json.dumps(item, ensure_ascii=False, allow_nan=False).encode()
-            proposals.append(msgspec.convert(item, Proposal))
+            proposals.append(msgspec.convert(item, TaskProposal))
         except (msgspec.ValidationError, ValueError, RecursionError) as error:
             problems.append(f"not in the form that is asked for: {str(error)[:200]}")
 
@@ -235,7 +235,7 @@ def _depth(value: Any) -> int:
 
 
 async def make_calls(
-    tools: AttemptTools, survey: Survey, proposal: Proposal, results: list[CallResult]
+    tools: AttemptTools, survey: Survey, proposal: TaskProposal, results: list[CallResult]
 ) -> list[ScenarioStep]:
     """Makes the calls of a proposal, adds them to `results`, and returns them as steps. An argument
     that the request does not tell comes from the newest earlier result that has it. Raises

@@ -34,7 +34,7 @@ from agentevo_evolve.task_making.proposals import (
     PER_PROMPT,
     PROMPTS_PER_TASK,
     Draft,
-    Proposal,
+    TaskProposal,
     first_messages,
     make_calls,
     proposable,
@@ -342,7 +342,7 @@ class _Maker:
 
         return None
 
-    async def _try(self, proposal: Proposal, draft: Draft) -> Scenario:
+    async def _try(self, proposal: TaskProposal, draft: Draft) -> Scenario:
         """Makes a proposal's calls, then treats them as a walk. Raises UngroundedError."""
         if len(proposal.calls) > self._request.max_calls:
             raise UngroundedError(f"it has more than {self._request.max_calls} calls")

@@ -37,6 +37,8 @@ SMALL = (
     "tracking.report=false",
     "tracking.tensorboard=false",
     "sft.epochs=1",
+    "sft.stop_at_gap.tasks=2",
+    "sft.stop_at_gap.attempts=2",
 )
 RECIPE = """
 evolve:
