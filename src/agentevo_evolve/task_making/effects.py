@@ -114,7 +114,9 @@ async def _test_tools(
 
     for name in names:
         is_reader = hints[name].changes_nothing is None and name not in surveyed.unstable
-        if name not in surveyed.changing and name in surveyed.answered and is_reader:
+        groups = _reader_groups(surveyed, name, hints)
+        is_tested = all(quiet[name].get(group[0], 0) >= NUM_CALLS for group in groups)
+        if name not in surveyed.changing and name in surveyed.answered and is_reader and is_tested:
             surveyed.readers.add(name)
     surveyed.readers -= surveyed.changing
 

@@ -127,6 +127,23 @@ def test_harder_variants_go_on_from_the_tasks_that_were_solved(hotel):
         assert row["world"] == ids[row["variant_of"]]["world"]
 
 
+@pytest.mark.parametrize("seed", [0, 999])
+def test_a_tool_that_refuses_most_calls_is_no_reader(seed):
+    """`cancel` has no hint, and refuses rooms without a booking: whether it changes something is
+    seen only by calls that it accepts."""
+
+    async def explore():
+        world = ToolWorld(sections("booking", rooms=9))
+        try:
+            return await explore_server(world, {}, seed=seed)
+        finally:
+            await world.close()
+
+    survey = asyncio.run(explore())
+    assert survey.readers == {"find_rooms", "find_bookings"}
+    assert survey.changing >= {"book"}
+
+
 def test_a_demonstration_is_what_the_server_said(hotel):
     row = next(one for one in hotel.train if len(one[SOLVED_BY_CALLS]) > 1)
     told = demonstration(row, hotel.survey.specs, "Be kind.")
