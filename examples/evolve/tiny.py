@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "frameworks"))
 from cold_start import CHAT_TEMPLATE, CONTEXT, _prepare_to_repeat, _texts
 
 _entry: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ToolEntry)
-WITHOUT = ("curriculum", "demonstrations", "new_tasks", "stop_at_gap")
+WITHOUT = ("curriculum", "demonstrations", "new_tasks")
 
 
 def arguments(description: str, out: str) -> argparse.ArgumentParser:
@@ -88,7 +88,6 @@ def recipe(
             "batch_conversations": 8,
             "learning_rate": 3e-3,
             "min_lr_ratio": 0.1,
-            "stop_at_gap": {"tasks": 0 if "stop_at_gap" in given.without else 16},
         },
         "data": {"eval_share": 0},
     }

@@ -23,8 +23,6 @@ from agentevo_evolve.evolution.schema import EvolveSection
 
 TEXTS = "texts.yaml"
 """The agent's texts before any search."""
-GAP_TASKS = 16
-"""The training tasks on which `show` measures where to stop (`sft.stop_at_gap.tasks`)."""
 
 
 def stages_of(
@@ -157,10 +155,8 @@ def recipe_of(
     folder: Path,
 ) -> dict[str, Any]:
     """The recipe of all stages: the given recipe, with the tools and the first tasks. It gets a
-    curriculum, and demonstrations stop at the largest gap, unless it sets these itself."""
+    curriculum unless it sets one itself."""
     tree = {key: value for key, value in base_recipe.items() if key not in ("evolve", "run")}
-    if section.demonstrations.source != "none":
-        tree = sources.overlay({"sft": {"stop_at_gap": {"tasks": GAP_TASKS}}}, tree)
     agent = tree.get("agent")
     tree["agent"] = {
         "type": "tool_agent",

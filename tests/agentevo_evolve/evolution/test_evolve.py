@@ -15,7 +15,7 @@ from agentevo.errors import ConfigError
 from agentevo.models.tiny import make_tiny
 from agentevo_evolve.evolution.evolve import evolve, last_run, read_evolution
 from agentevo_evolve.evolution.schema import EvolveSection
-from agentevo_evolve.evolution.stages import recipe_of, stages_of
+from agentevo_evolve.evolution.stages import stages_of
 from agentevo_evolve.pipeline import read_state
 from agentevo_evolve.pipeline.state import digest_of_path
 from agentevo_evolve.task_making.demonstrations import demonstration
@@ -37,7 +37,7 @@ SMALL = (
     "tracking.report=false",
     "tracking.tensorboard=false",
     "sft.epochs=1",
-    "sft.stop_at_gap.tasks=2",
+    "sft.stop_at_gap.tasks=2",  # `show` measures, too
     "sft.stop_at_gap.attempts=2",
 )
 RECIPE = """
@@ -89,18 +89,6 @@ def test_stages_begin_with_what_the_stage_before_made():
     sampled = planned(demonstrations={"source": "attempts"}, skip=["improve"], merge=True)
     assert list(sampled) == ["try", "choose", "show", "merge"]
     assert sampled["merge"]["options"] == {"source": "${stages.show.checkpoint}"}
-
-
-def test_demonstrations_stop_at_the_largest_gap_unless_the_recipe_says_otherwise():
-    def made(tree, **section):
-        return recipe_of(EvolveSection.model_validate(section), tree, [], Path("/made")).get("sft")
-
-    assert made({}) == {"stop_at_gap": {"tasks": 16}}
-    ours = {"sft": {"epochs": 2, "stop_at_gap": {"patience": 0}}}
-    assert made(ours) == {"epochs": 2, "stop_at_gap": {"tasks": 16, "patience": 0}}
-    off = {"sft": {"stop_at_gap": {"tasks": 0}}}
-    assert made(off) == off["sft"]
-    assert made({}, demonstrations={"source": "none"}) is None
 
 
 @pytest.mark.parametrize(
