@@ -34,6 +34,10 @@ SHARED = (
     "it changes the state that all sessions share, so attempts would disturb each other: give each "
     "attempt its own server, for example with `sandbox: true` in a recipe"
 )
+UNKNOWN = (
+    "whether it changes something is not known: it refuses too many calls, or no other tool shows "
+    "what it changes"
+)
 DESTRUCTIVE = (
     "it may delete or overwrite, by its server's hint, and whether sessions share the state is not "
     "known: run the server with `sandbox: true` in a recipe"
@@ -68,7 +72,7 @@ async def find_changing_tools(
         elif name in destructive and not is_isolated:
             surveyed.left_out[name] = DESTRUCTIVE
         elif name in surveyed.answered and not _is_known(surveyed, name):
-            surveyed.left_out[name] = "no other tool shows what it changes"
+            surveyed.left_out[name] = UNKNOWN
 
     surveyed.unstable -= surveyed.changing
 

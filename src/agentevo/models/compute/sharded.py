@@ -149,8 +149,11 @@ def _apply(model: PreTrainedModel, sharding: _Sharding) -> PreTrainedModel:
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
     groups = [(model.get_submodule(name), mesh) for name, mesh in sharding.own_meshes.items()]
     groups += [(module, sharding.mesh) for module in (*_layers(model), model)]
-    whole = {parameter for _, parameter in vision_parameters(model) if processor_of(model)}
-    model.register_forward_hook(_drop_features)
+    whole: set[nn.Parameter] = set()
+    if processor_of(model) is not None:
+        whole = {parameter for _, parameter in vision_parameters(model)}
+        model.register_forward_hook(_drop_features)
+
     for module, mesh in groups:  # only one group at a time is whole on the device and in float32
         place(module, torch.device(mesh.device_type), trained_as=torch.float32, keep_dtype=whole)
         fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole)

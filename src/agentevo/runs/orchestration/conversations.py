@@ -60,7 +60,7 @@ class SFTData:
     images: MutableMapping[str, ImageFile] = field(default_factory=SpooledImages)
     """Maps a digest to an image of the conversations."""
     questions: set[bytes] = field(default_factory=set)
-    """The keys of the questions in conversations of files."""
+    """The keys of the questions in files that are trained on, where sft.stop_at_gap needs them."""
     task_ids: set[str] = field(default_factory=set)
     """The tasks of the stored attempts that are trained on."""
 
@@ -282,11 +282,11 @@ def load_sft_data(
         conversations.train |= _fitting(samples, "demonstrations", limit, conversations.reports)
 
     if section.best_of is not None:
-        samples, report, shown = _best_attempts(config, section.best_of, tokenizer)
+        samples, report, shown, conversations.task_ids = _best_attempts(
+            config, section.best_of, tokenizer
+        )
         conversations.train |= _fitting(samples, report, limit, conversations.reports)
         conversations.images.update(shown)
-        groups = {sample.trajectory_id.rpartition("/")[0] for sample in samples}
-        conversations.task_ids |= groups | {name.rpartition("~")[0] for name in groups}
 
     if section.eval:
         conversations.held_out |= _from_files(
@@ -321,6 +321,7 @@ def _from_files(
     report = RowReport(kind)
     conversations = Conversations()
     data.reports.append(report)
+    keeps_questions = kind == "train" and config.sft.stop_at_gap.tasks > 0
 
     for source in sources:
         for conversation in read_conversations(source, section.format, report, images):
@@ -330,8 +331,9 @@ def _from_files(
             try:
                 conversations[conversation.where], shortened = encoder.encode(conversation)
                 report.shortened += shortened
-                keys = map(question_key, questions_in(conversation.messages))
-                data.questions.update(key for key in keys if key is not None)
+                if keeps_questions:
+                    keys = map(question_key, questions_in(conversation.messages))
+                    data.questions.update(key for key in keys if key is not None)
             except RowError as error:
                 report.add(conversation.where, error)
 
@@ -374,9 +376,9 @@ def _fitting(
 
 def _best_attempts(
     config: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[Sample], RowReport, dict[str, ImageFile]]:
+) -> tuple[list[Sample], RowReport, dict[str, ImageFile], set[str]]:
     """Rejection sampling: the samples of the best stored training attempts, at most `per_task` for
-    each task, an account of all attempts, and the images of the samples."""
+    each task, an account of all attempts, the images of the samples, and the ids of their tasks."""
     check_tokenizer(folder, tokenizer, "data.best_of", config.model.name)
 
     async def read(store: Any) -> list[Trajectory]:
@@ -387,7 +389,11 @@ def _best_attempts(
     attempts = [t for t in read_store(folder, read) if t.num_completion_tokens()]
     data = config.data
     samples, report = best_attempts(attempts, data.min_reward, data.per_task, str(folder))
-    return samples, report, stored_images(folder, samples)
+
+    chosen = {sample.trajectory_id for sample in samples}
+    ids = {attempt.task_id for attempt in attempts if attempt.id in chosen}
+    task_ids = ids | {id.rpartition("~")[0] for id in ids if "~" in id}  # rounds of one task
+    return samples, report, stored_images(folder, samples), task_ids
 
 
 def best_attempts(

@@ -272,11 +272,9 @@ class RunRecord:
         evaluated_at = None if rating is None else rating.step
         for warning in self._monitor.observe(step, metrics, facts, held_out, evaluated_at):
             text = f"step {warning.step}: {warning.message}"
-            if warning.is_over:  # good news, which the summary keeps beside the warning
-                self.progress.warnings.append(text)
-                self._view.note(text)
-            else:
-                self.warn(text)
+            self.progress.warnings.append(text)
+            show = self._view.note if warning.is_over else self._view.warn
+            show(text)
 
     def add_step(
         self,
