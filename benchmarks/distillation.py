@@ -23,6 +23,7 @@ from agentevo.api.run import Run, train
 from agentevo.config import build_config
 from agentevo.observability import read_metrics
 
+SUCCESS = "val-core/coins/success/greedy"
 ENVIRONMENT = {"type": "coins", "rule": "match", "num_coins": 4}
 COMMON: dict[str, Any] = {
     "environment": ENVIRONMENT,
@@ -108,7 +109,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         for seed in arguments.seeds:
             folder = Path(name) / str(seed)
-            teacher = make_teacher(folder / "teacher", seed)
+            teacher = make_teacher(folder / "taught", seed)
             make_student(folder / "student", teacher, seed)
             print(f"seed {seed}: the teacher's success {teacher.summary['eval']['after']:.3f}")
             for way in WAYS:
@@ -116,9 +117,9 @@ def main() -> None:
                     folder / way, folder / "student", teacher, way, arguments.steps, seed
                 )
                 curve = [
-                    f"{row['step']}: {row['eval/success']:.3f}"
+                    f"{row['step']}: {row[SUCCESS]:.3f}"
                     for row in read_metrics(run.dir / "metrics.jsonl")
-                    if "eval/success" in row
+                    if SUCCESS in row
                 ]
                 print(f"seed {seed}: {way}: {', '.join(curve)}")
 

@@ -4,8 +4,8 @@ Layout, per layer (more exactly, per call of attention in a pass): keys [slots, 
 KEY_BLOCK, D, KEY_BLOCK], values [slots, Hkv, capacity + scratch, D]. A sequence owns one slot.
 Attention uses the few scratch rows behind each head's values. In a block of keys the positions are
 adjacent; in values the numbers of a head are adjacent. Both are therefore tables whose rows
-attention sums (`cache_attention.py`). Shared prefixes (`PrefixSegment`) and idle sessions
-(`KeysAndValues`) are stored outside of the slots.
+attention sums (`cache_attention.py`). Shared prefixes (`PrefixSegment`), and idle sessions whose
+slot another sequence needed (`KeysAndValues`), are stored outside of the slots.
 
 Invariant: a sequence's visible keys are segment[0:offset] + slot[0:length], in the order of
 positions; `offset` is 0 without a reference. Memory: slots x capacity + places outside of them <=

@@ -2,9 +2,9 @@
 waiting queue, slots, sessions, shared prefixes and the memory budget.
 
 Lifecycle of a sequence: waiting -> running (owns a slot) -> done, or idle. An idle sequence is a
-session between two turns. Its keys and values are outside of the slots until the next turn, a
-release, or eviction. The size of a slot follows the tokens that exist, not those that the request
-may still sample.
+session between two turns. Its keys and values stay in its slot until another request needs the
+slot, and are then outside of the slots until the next turn, a release, or eviction. The size of a
+slot follows the tokens that exist, not those that the request may still sample.
 
 Memory never exceeds the budget. A request that does not fit now waits in the queue. A request that
 can never fit is refused immediately. Before a request waits, idle sessions and unused prefixes are
@@ -50,11 +50,10 @@ PrefixKey = tuple[int | None, tuple[int, ...]]
 @dataclass(eq=False)
 class Sequence:
     """The tokens of a request or an idle session. `ids[:cached]` have keys and values. The first
-    `offset` of these are in `segment`. The others are in the slot while the sequence runs, and in
-    `saved` while it is idle."""
+    `offset` of these are in `segment`. The others are in the slot, or in `saved`."""
 
     slot: int
-    """-1 while it is idle."""
+    """-1 while the keys and values are in `saved`."""
     ids: list[int]
     request: EngineRequest | None
     cached: int = 0
@@ -190,13 +189,6 @@ class Scheduler:
         if self.routing is not None:
             self.routing.keep(request.session, sequence)
 
-        length = sequence.cached - sequence.offset
-        sequence.saved = self.cache.cut(sequence.slot, length)
-        sequence.slot = -1
-        if not self._make_spare(_round_up(length)):
-            self.retire(sequence)
-            return
-
         sequence.last_used = self._tick()
         self.sessions[request.session] = sequence
 
@@ -296,9 +288,11 @@ class Scheduler:
         return _round_up(tokens)
 
     def _tokens_outside(self) -> int:
-        """Tokens of shared prefixes and of idle sessions."""
+        """Tokens of shared prefixes, and of idle sessions without a slot."""
         shared = sum(self._size(length) * len(group) for length, group in self.segments.items())
-        return shared + sum(self._size(s.cached - s.offset) for s in self.sessions.values())
+        return shared + sum(
+            self._size(s.cached - s.offset) for s in self.sessions.values() if s.slot < 0
+        )
 
     def _match(
         self, version: int | None, ids: list[int], known_prefix: KnownPrefix | None = None
@@ -435,17 +429,22 @@ class Scheduler:
             return self._place(request)
 
         need = room_to_draw(request, request.ids) - idle.offset
-        slot = self._take_slot(need)
+        if idle.slot >= 0 and not self._has_room(extra=0, capacity=need):
+            self._save(idle)
+        slot = idle.slot if idle.slot >= 0 else self._take_slot(need)
         if slot is None:
             self.sessions[request.session] = idle
-            if not self.running:  # no request will leave: drop the cache instead of waiting forever
-                self._evict(request.session)
-                return self._place(request)
-            return False
+            if self.running:
+                if not self._make_spare(0):
+                    self._evict(request.session)
+                return False
 
-        assert idle.saved is not None
-        self.cache.paste(slot, idle.saved, keep - idle.offset)
-        idle.saved = None
+            self._evict(request.session)  # no request will leave: begin again instead of waiting
+            return self._place(request)
+
+        if idle.saved is not None:
+            self.cache.paste(slot, idle.saved, keep - idle.offset)
+            idle.saved = None
         idle.slot = slot
         idle.ids = list(request.ids)
         idle.cached = keep
@@ -460,10 +459,25 @@ class Scheduler:
 
     def _take_slot(self, need: int) -> int | None:
         """A free slot with room for `need` tokens. None if there is not enough memory now."""
-        if not self._make_room(extra=1, capacity=need):
-            return None
-        used = {s.slot for s in self.running}
-        return next(slot for slot in range(self.cache.num_slots) if slot not in used)
+        while self._make_room(extra=1, capacity=need):
+            used = {s.slot for s in (*self.running, *self.sessions.values())}
+            free = next((slot for slot in range(self.cache.num_slots) if slot not in used), None)
+            if free is not None:
+                return free
+
+            in_slots = [name for name, sequence in self.sessions.items() if sequence.slot >= 0]
+            oldest = min(in_slots, key=lambda name: self.sessions[name].last_used)
+            self._save(self.sessions[oldest])
+            if not self._make_spare(0):
+                self._evict(oldest)
+
+        return None
+
+    def _save(self, idle: Sequence) -> None:
+        """Copies the keys and values of an idle session out of its slot. The caller then keeps the
+        memory within the budget."""
+        idle.saved = self.cache.cut(idle.slot, idle.cached - idle.offset)
+        idle.slot = -1
 
     def _fits_with_segment(self, segment: PrefixSegment, request: EngineRequest) -> bool:
         """Whether a request that refers to the segment has room up to its last token if it runs
@@ -474,9 +488,7 @@ class Scheduler:
     def _make_room(self, extra: int, capacity: int) -> bool:
         """Makes `extra` free slots of at least `capacity` places; evicts idle sessions and unused
         prefixes if needed, oldest first."""
-        is_wide = not self.running and self.cache.capacity > 2 * _round_up(capacity)
-        has_slots = len(self.running) + extra <= self.cache.num_slots
-        if has_slots and capacity <= self.cache.capacity and not is_wide:
+        if self._has_room(extra, capacity):
             return True
 
         while not self._resize(extra, capacity):
@@ -484,6 +496,13 @@ class Scheduler:
                 return False
 
         return True
+
+    def _has_room(self, extra: int, capacity: int) -> bool:
+        """Whether the slots hold `extra` more sequences of `capacity` places, and are not far wider
+        than the only one needs."""
+        is_wide = not self.running and self.cache.capacity > 2 * _round_up(capacity)
+        has_slots = len(self.running) + extra <= self.cache.num_slots
+        return has_slots and capacity <= self.cache.capacity and not is_wide
 
     def _make_spare(self, spare: int) -> bool:
         """Leaves `spare` tokens of the budget unused; drops idle sessions and unused prefixes if
@@ -514,6 +533,7 @@ class Scheduler:
     def _shrink(self, spare: int) -> bool:
         """Frees unused slots until `spare` tokens of the budget are unused; False if the running
         sequences need them."""
+        self._save_all()
         num_slots = len(self.running)
         places = _round_up(max((s.need for s in self.running), default=1))
         room = self.kv_tokens - self._tokens_outside() - spare
@@ -533,6 +553,7 @@ class Scheduler:
     def _resize(self, extra: int, capacity: int) -> bool:
         """Creates new buffers for the running sequences and `extra` more, within the budget. Adds
         room to grow if it fits."""
+        self._save_all()
         budget = self.kv_tokens - self._tokens_outside()
         num_slots = len(self.running) + extra
         least = _round_up(max([capacity, *(s.need for s in self.running)]))
@@ -551,6 +572,12 @@ class Scheduler:
         self._move(num_slots, places)
 
         return True
+
+    def _save_all(self) -> None:
+        """Copies all idle sessions out of their slots, before the slots move."""
+        for idle in self.sessions.values():
+            if idle.slot >= 0:
+                self._save(idle)
 
     def _move(self, num_slots: int, capacity: int) -> None:
         moved = self.cache.resize(
