@@ -32,13 +32,21 @@ class Curriculum(Section):
 
 def curriculum_contradictions(config: RunConfig) -> list[str]:
     """Contradictions with other sections, as 'what: remedy'."""
+    problems = []
+    if config.tasks.from_environment is not None and config.environment is None:
+        problems.append(
+            f"tasks.from_environment={config.tasks.from_environment} is for tasks of an "
+            "environment, and this recipe has none: give environment.type, or remove it"
+        )
+
     if config.tasks.curriculum is not None and config.rollout.policy != "wait":
-        return [
+        problems.append(
             "tasks.curriculum chooses a step's tasks by the results of earlier steps, but "
             f"rollout.policy={config.rollout.policy} queues tasks without regard to steps: set "
             "rollout.policy=wait, or leave out tasks.curriculum"
-        ]
-    return []
+        )
+
+    return problems
 
 
 BOUNDS = ("min", "max")
@@ -204,6 +212,9 @@ class TasksSection(Section):
     {min: 2, max: 4}}`) or `sources` (of `train` and `eval`); `until_step` or `until_success` (the
     success rate, as a mean over `success_window` steps, 5), except in the last stage. Needs `eval`,
     whose tasks are reported for each stage. Default: every task from the first step."""
+    from_environment: int | None = Field(default=None, ge=2)
+    """With an environment: training returns to this many of its tasks, in rounds, as if they were
+    given in `train`. Default: new tasks in every step."""
     curriculum: Curriculum | None = None
     """Curriculum: each step chooses its tasks by their success rates so far. Tasks with a success
     rate near one half are played most often, and solved tasks are retired. A task with the key
@@ -255,8 +266,13 @@ class TasksSection(Section):
                 f"curriculum and {conflict} both choose the tasks of a step: remove one of them"
             )
 
-        if self.curriculum is not None and not self.train:
-            raise ValueError("curriculum chooses among the tasks of train: give train")
+        if self.train and self.from_environment is not None:
+            raise ValueError("train and from_environment both give tasks: remove one of them")
+        if self.curriculum is not None and not (self.train or self.from_environment):
+            raise ValueError(
+                "curriculum chooses among the tasks of train: give train (or from_environment, "
+                "with an environment)"
+            )
         if problem := stage_problem(self.stages, self.train, self.eval):
             raise ValueError(problem)
 
@@ -265,6 +281,7 @@ class TasksSection(Section):
     def _checked_self_play(self) -> TasksSection:
         conflicts = [key for key in ("train", "weights", "stages") if getattr(self, key)]
         conflicts += ["curriculum"] * (self.curriculum is not None)
+        conflicts += ["from_environment"] * (self.from_environment is not None)
         if conflicts:
             raise ValueError(
                 f"self_play and {conflicts[0]} both choose the tasks of a step: remove one of them"

@@ -150,6 +150,13 @@ class TaskSource:
             )
 
         train, self._held_out = self._split(given_tasks)
+        self._plays_environment = train is None and self.proposals is None
+        """Whether the environment makes the tasks."""
+        self._train = train or []
+        if self._plays_environment and config.tasks.from_environment is not None:
+            train = self._environment("train", 0, config.tasks.from_environment)
+
+        self._num_to_train = len(train or ())
         staged = config.tasks.stages if given_tasks is None else ()
         self.stages = TaskStages(staged, lag=config.rollout.staleness)
         self._files = {} if self.read is None else files_of(config.tasks, self.read)
@@ -158,7 +165,6 @@ class TaskSource:
         self._pools = None if train is None else self._pools_of(train)
         self.curriculum = self._curriculum_of(train)
         self._by_id = {task.id: task for task in (*(train or ()), *self._held_out)}
-        self._train = train or []
         _check_ids(self._by_id)
 
     @property
@@ -189,17 +195,21 @@ class TaskSource:
         section = self._config.tasks.curriculum
         if section is None or train is None:
             return None
-        seed = config.run.seed
-        groups = config.trainer.groups_per_step
-        return TaskCurriculum(section, train, seed, groups, lag=config.rollout.staleness)
+        return TaskCurriculum(
+            section,
+            train,
+            config.run.seed,
+            config.trainer.groups_per_step,
+            lag=config.rollout.staleness,
+        )
 
     def shortfall(self) -> str:
         """A message if there are too few tasks for trainer.groups_per_step, so that steps have
         fewer groups. Otherwise empty. Stages and mixtures of sources refuse such a recipe
         instead."""
         needed = self._config.trainer.groups_per_step
-        count = len(self._train)
-        if not self._train or count >= needed:
+        count = self._num_to_train
+        if not count or count >= needed:
             return ""
         tasks, groups = (
             ("is 1 task", "1 group") if count == 1 else (f"are {count} tasks", f"{count} groups")
@@ -317,6 +327,12 @@ class TaskSource:
         )
         return before + pools[len(earlier)].round_of(step - begin)
 
+    def given_id(self, task_id: str) -> str:
+        """The id of the given task that a task, queued or not, plays."""
+        without_round = task_id.rpartition("~")[0]
+        repeats = task_id not in self._by_id and without_round in self._by_id
+        return without_round if repeats else task_id
+
     def source_of(self, task_id: str) -> str | None:
         """The name of the source of a task, queued or not, if the recipe mixes sources."""
         file = self._files.get(task_id) or self._files.get(task_id.rpartition("~")[0])
@@ -377,7 +393,7 @@ class TaskSource:
         """The evaluation's tasks, which are always the same."""
         return (
             self._environment("eval", 0, self._config.evaluation.tasks)
-            if self._pools is None and self.proposals is None
+            if self._plays_environment
             else self._held_out
         )
 
@@ -403,12 +419,13 @@ def files_of(section: TasksSection, read: GivenTasks) -> dict[str, str]:
 
 def _check_ids(tasks: Mapping[str, Task]) -> None:
     """Raises ConfigError if a task could be confused with a queued task."""
-    reserved = [task.id for task in tasks.values() if QUEUED_FOR_STEP in task.metadata]
-    if reserved:
-        raise ConfigError(
-            f"tasks: {reserved[0]!r} has {QUEUED_FOR_STEP!r} in its metadata, which is reserved "
-            f"for a queued task's step: rename the key"
-        )
+    for key in (QUEUED_FOR_STEP,):
+        reserved = [task.id for task in tasks.values() if key in task.metadata]
+        if reserved:
+            raise ConfigError(
+                f"tasks: {reserved[0]!r} has {key!r} in its metadata, which is reserved for a "
+                "queued task: rename the key"
+            )
 
     repeated = next(
         (

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentevo.config import RunConfig
-from agentevo.errors import CheckpointError, TrainingError
+from agentevo.errors import CheckpointError, TrainingError, UnusableStoreError
 from agentevo.models import checkpoint_manifest as manifest
 from agentevo.observability.metrics import digests_by_step
 from agentevo.rollout.sampler import BASELINE
@@ -207,12 +207,15 @@ class ResumeChecks:
         """The attempts of the repeated steps must be those that the steps were trained on. Attempts
         that wait for the next steps, or that evaluated the policy since, must be unchanged."""
         for record in steps:
-            stored = await self._read(trained_step=record.step)
             try:
-                StepPlan.of(record.step, record.record).restore_trained(
-                    row.trajectory for row in stored
+                plan = StepPlan.of(record.step, record.record)
+                stored = await with_retries(
+                    lambda: plan.read_trained(self._store, record.step),  # noqa: B023 (called at once)
+                    within_s=STORE_RETRY_S,
+                    what="checking the attempts to train on",
                 )
-            except TrainingError as error:
+                plan.restore_trained(stored)
+            except (TrainingError, UnusableStoreError) as error:
                 raise CheckpointError(
                     f"step {record.step} can't be repeated: {error}; {REMEDY}"
                 ) from error
