@@ -28,6 +28,10 @@ class Curriculum(Section):
     floor: float = Field(default=0.05, gt=0, le=1)
     """The smallest weight of a task that is not retired. It sets how often tasks return that were
     always or never solved."""
+    attempts: tuple[int, int] | None = None
+    """Smallest and largest number of attempts at a task. A step's attempts, trainer.group_size per
+    task on average, are divided in proportion to 1 - p: hard tasks get more, easy ones fewer (DART,
+    arXiv 2509.23866). Default: trainer.group_size for every task."""
 
 
 def curriculum_contradictions(config: RunConfig) -> list[str]:
@@ -46,7 +50,24 @@ def curriculum_contradictions(config: RunConfig) -> list[str]:
             "rollout.policy=wait, or leave out tasks.curriculum"
         )
 
+    attempts = None if config.tasks.curriculum is None else config.tasks.curriculum.attempts
+    size = config.trainer.group_size
+    least = 2 if config.algorithm.within_group else 1
+    if attempts is not None and not least <= attempts[0] <= size <= attempts[1]:
+        problems.append(
+            f"tasks.curriculum.attempts={list(attempts)} must be a minimum of {least} or more and "
+            f"a maximum, with their mean trainer.group_size={size} between them: set "
+            f"attempts=[{max(least, size // 2)},{2 * size}], say"
+        )
+
     return problems
+
+
+def smallest_group(config: RunConfig) -> int:
+    """The smallest number of attempts that are started at a task."""
+    curriculum = config.tasks.curriculum
+    attempts = None if curriculum is None else curriculum.attempts
+    return config.trainer.group_size if attempts is None else attempts[0]
 
 
 BOUNDS = ("min", "max")

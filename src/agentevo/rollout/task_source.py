@@ -30,7 +30,7 @@ from agentevo.rollout.task_stages import TaskStages, check_stage, of_stage
 from agentevo.rollout.tasks import Purpose, environment_tasks, refill_tasks
 from agentevo.runtime.seeds import derive_seed
 from agentevo.store.store import Store
-from agentevo.types import QUEUED_FOR_STEP, Task
+from agentevo.types import QUEUED_ATTEMPTS, QUEUED_FOR_STEP, Task
 from agentevo.types.images import ImageFile
 
 
@@ -200,6 +200,7 @@ class TaskSource:
             train,
             config.run.seed,
             config.trainer.groups_per_step,
+            group_size=config.trainer.group_size,
             lag=config.rollout.staleness,
         )
 
@@ -302,17 +303,25 @@ class TaskSource:
         begins = self.stages.begins(step)
         return self._pools[len(begins) - 1].of_step(step - begins[-1])
 
+    def attempts_of_step(self, step: int) -> dict[str, int]:
+        """Task id -> number of attempts, for the tasks of a step that do not have
+        trainer.group_size."""
+        return {} if self.curriculum is None else self.curriculum.attempts_of_step(step)
+
     def tasks_to_queue(self, step: int) -> list[Task]:
-        """The tasks of the step as samplers queue them. Their metadata names the step. A given task
-        that a later round repeats becomes a task with the id ID~ROUND. With a curriculum, every
-        step is a round."""
+        """The tasks of the step as samplers queue them. Their metadata names the step, and the
+        number of attempts where it is not trainer.group_size. A given task that a later round
+        repeats becomes a task with the id ID~ROUND. With a curriculum, every step is a round."""
         round_ = 0 if self._pools is None else self._rounds_before(self._pools, step)
         round_ = round_ if self.curriculum is None else step
+        attempts = self.attempts_of_step(step)
         return [
             replace(
                 task,
                 id=f"{task.id}~{round_}" if round_ else task.id,
-                metadata=task.metadata | {QUEUED_FOR_STEP: step},
+                metadata=task.metadata
+                | {QUEUED_FOR_STEP: step}
+                | ({QUEUED_ATTEMPTS: attempts[task.id]} if task.id in attempts else {}),
             )
             for task in self.train(step)
         ]
@@ -419,7 +428,7 @@ def files_of(section: TasksSection, read: GivenTasks) -> dict[str, str]:
 
 def _check_ids(tasks: Mapping[str, Task]) -> None:
     """Raises ConfigError if a task could be confused with a queued task."""
-    for key in (QUEUED_FOR_STEP,):
+    for key in (QUEUED_FOR_STEP, QUEUED_ATTEMPTS):
         reserved = [task.id for task in tasks.values() if key in task.metadata]
         if reserved:
             raise ConfigError(

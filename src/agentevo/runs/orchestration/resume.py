@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentevo.config import RunConfig
+from agentevo.config.tasks import smallest_group
 from agentevo.errors import CheckpointError, TrainingError, UnusableStoreError
 from agentevo.models import checkpoint_manifest as manifest
 from agentevo.observability.metrics import digests_by_step
@@ -66,7 +67,7 @@ class ResumeChecks:
         self._head = read_head(self._folder)
         is_async = config.rollout.staleness > 0 or config.rollout.samplers > 0
         self._queues = is_async and command_of(config.run_dir) != "loop"
-        self._group_size = config.trainer.group_size
+        self._group_size = smallest_group(config)
         self.warnings: list[str] = []
 
         for name, digests in ({} if self._head is None else self._head.files).items():
