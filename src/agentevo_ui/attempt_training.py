@@ -18,7 +18,7 @@ from agentevo.runtime.event_loop import in_thread
 from agentevo.store.records import StoredTrajectory
 from agentevo.store.store import Store
 from agentevo.types import Sample, Trajectory
-from agentevo_ui.index.advantages import Rule, config_of, rule_of, step_samples, without_words
+from agentevo_ui.index.advantages import Rule, config_of, read_stored, rule_of, step_samples
 from agentevo_ui.index.reader import IndexRow
 
 MAX_ATTEMPTS = 2_048
@@ -146,7 +146,7 @@ async def _samples(view: RunView, store: Store, step: int, rule: Rule) -> dict[s
         if not records or records[0].step != step or records[0].num_trajectories > MAX_ATTEMPTS:
             raise AgentEvoError("its step is too large to recompute its advantages for a page")
 
-        read = [without_words(s.trajectory) async for s in store.trajectories(trained_step=step)]
+        read = await read_stored(store, records[0])
         samples: dict[str, list[Sample]] = {}
         for sample in await in_thread(step_samples, step, records[0].record, read, rule):
             samples.setdefault(sample.trajectory_id, []).append(sample)

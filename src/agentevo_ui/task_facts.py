@@ -14,7 +14,7 @@ from fastapi import Request
 from agentevo.data.messages import messages_of
 from agentevo.errors import AgentEvoError
 from agentevo.runs.folder.run_state import RunView
-from agentevo.types import QUERY_MESSAGES, QUEUED_FOR_STEP, Task
+from agentevo.types import QUERY_MESSAGES, QUEUED_ATTEMPTS, QUEUED_FOR_STEP, Task
 from agentevo_ui.context import dashboard
 
 WITHIN_S = 5.0
@@ -45,7 +45,7 @@ def task_facts(task: Task) -> TaskFacts:
     if task.scorer is not None:
         origin.append(f"judged by {task.scorer}")
 
-    hidden = (QUERY_MESSAGES, QUEUED_FOR_STEP)
+    hidden = (QUERY_MESSAGES, QUEUED_FOR_STEP, QUEUED_ATTEMPTS)
     pairs = [(key, value) for key, value in task.metadata.items() if key not in hidden]
     return TaskFacts(
         query=_query(task),

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentevo.api.run import train
 from agentevo.config import build_config
@@ -14,14 +17,16 @@ from agentevo.config.tasks import Curriculum
 from agentevo.errors import ConfigError
 from agentevo.observability.metrics import read_metrics
 from agentevo.rewards import reward
-from agentevo.rollout.curriculum import TaskCurriculum
+from agentevo.rollout.curriculum import TaskCurriculum, divide_attempts
 from agentevo.rollout.task_source import TaskSource
 from agentevo.types import Task
 
 
-def curriculum(tasks=20, *, groups=2, lag=0, seed=0, **section):
-    given = [Task(id=f"t{n}") for n in range(tasks)] if isinstance(tasks, int) else tasks
-    return TaskCurriculum(Curriculum(**section), given, seed, groups, lag=lag)
+def curriculum(tasks=20, *, groups=2, group_size=4, lag=0, seed=0, **section):
+    chosen = [Task(id=f"t{n}") for n in range(tasks)] if isinstance(tasks, int) else tasks
+    return TaskCurriculum(
+        Curriculum(**section), chosen, seed, groups, group_size=group_size, lag=lag
+    )
 
 
 def test_a_task_that_half_of_the_attempts_solve_comes_most_often():
@@ -77,6 +82,65 @@ def test_a_step_knows_no_more_than_what_its_samplers_can_know():
         behind.of_step(13)
 
 
+@given(
+    st.lists(st.floats(0.01, 0.99), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.integers(4, 8),
+    st.integers(8, 20),
+)
+def test_attempts_are_divided_within_their_bounds_and_none_is_lost(shares, least, mean, most):
+    numbers = divide_attempts(shares, mean * len(shares), least, most)
+    assert sum(numbers) == mean * len(shares)
+    assert least <= min(numbers) and max(numbers) <= most
+    ranked = sorted(zip(shares, numbers, strict=True))
+    assert all(number <= other for (_, number), (_, other) in pairwise(ranked))
+
+
+def test_hard_tasks_get_more_attempts_than_easy_ones():
+    made = curriculum(3, groups=3, group_size=8, attempts=[2, 14], retire_after=0)
+    assert made.attempts_of_step(1) == {"t0": 8, "t1": 8, "t2": 8}  # nothing is known yet
+
+    made.note_step(1, {"t0": [0, 8], "t1": [4, 8], "t2": [8, 8]})
+    assert made.attempts_of_step(2) == {"t0": 14, "t1": 8, "t2": 2}
+    assert made.metrics(2)["curriculum/attempts_max"] == 14
+    assert curriculum(3).attempts_of_step(1) == {}
+
+
+def test_a_queued_task_names_its_number_of_attempts(tmp_path):
+    source = TaskSource(attempts_config(tmp_path), None)
+    assert source.curriculum is not None
+    source.curriculum.note_step(
+        1, {task.id: [number, 2] for number, task in enumerate(source.train(1))}
+    )
+    queued = source.tasks_to_queue(2)
+    assert {task.metadata["queued_attempts"] for task in queued} > {4}
+    assert sum(task.metadata["queued_attempts"] for task in queued) == 4 * len(queued)
+    assert "queued_attempts" not in source.as_agent_task(queued[0]).metadata
+
+
+def attempts_config(tmp_path, *overrides):
+    path = tmp_path / "t.jsonl"
+    rows = [{"id": f"t{n}", "query": f"{n}", "answer": "1"} for n in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = {
+        "tasks": {"train": str(path), "curriculum": {"attempts": [2, 8]}},
+        "agent": {"type": "single_turn"},
+        "rewards": ["numeric"],
+        "trainer": {"groups_per_step": 3, "group_size": 4},
+        "evaluation": {"tasks": 1},
+    }
+    return build_config(tree, overrides)
+
+
+def test_bounds_of_attempts_contain_the_mean(tmp_path):
+    for override in (
+        "trainer.group_size=9",
+        "tasks.curriculum.attempts=[1,8]",
+    ):
+        with pytest.raises(ConfigError, match="must be a minimum of 2 or more"):
+            attempts_config(tmp_path, override)
+
+
 def test_what_contradicts_a_curriculum_is_refused(tmp_path):
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"query": "a", "answer": "1"}\n')
@@ -103,8 +167,16 @@ def odd_ones(task):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
-    [(), pytest.param(("rollout.staleness=1",), marks=pytest.mark.soak)],
-    ids=["synchronous", "ahead"],
+    [
+        (),
+        ("tasks.curriculum.attempts=[2,5]", "trainer.group_size=3"),
+        pytest.param(("rollout.staleness=1",), marks=pytest.mark.soak),
+        pytest.param(
+            ("rollout.staleness=1", "tasks.curriculum.attempts=[2,5]", "trainer.group_size=3"),
+            marks=pytest.mark.soak,
+        ),
+    ],
+    ids=["synchronous", "attempts", "ahead", "attempts-ahead"],
 )
 def test_a_resumed_run_chooses_as_one_that_was_not_broken_off(tmp_path, quiet_view, keys):
     rows = [{"id": f"t{n}", "query": f"{n}?", "answer": "1"} for n in range(12)]

@@ -11,6 +11,7 @@ from agentevo.data import RowError
 from agentevo.errors import ConfigError
 from agentevo.rollout.given_tasks import task_of
 from agentevo.rollout.task_source import TaskSource, permutation
+from agentevo.rollout.tasks import seed_of_task
 from agentevo.types import QUEUED_FOR_STEP, Task
 
 
@@ -34,6 +35,35 @@ def test_tasks_of_an_environment_say_for_which_step_they_are():
     assert [tasks.as_agent_task(task) for task in queued] == [
         task for step in (1, 2, 3) for task in tasks.train(step)
     ]
+
+
+def test_training_returns_to_a_number_of_tasks_of_an_environment():
+    plain = source(None)
+    tree = {
+        "environment": {"type": "coins"},
+        "tasks": {"from_environment": 4},
+        "trainer": {"groups_per_step": 2},
+        "evaluation": {"tasks": 1},
+    }
+    tasks = TaskSource(build_config(tree), None)
+    rounds = [[*tasks.train(step), *tasks.train(step + 1)] for step in (1, 3, 5)]
+    first = sorted(plain.train(1) + plain.train(2), key=lambda task: task.id)
+    assert all(sorted(played, key=lambda task: task.id) == first for played in rounds)
+    assert tasks.held_out() == plain.held_out()
+    assert tasks.given() == []
+
+    queued = tasks.tasks_to_queue(3)
+    assert [task.id for task in queued] == [f"{task.id}~1" for task in tasks.train(3)]
+    assert [tasks.as_agent_task(task) for task in queued] == tasks.train(3)
+    assert [tasks.given_id(task.id) for task in queued] == [task.id for task in tasks.train(3)]
+    assert [seed_of_task(0, task.id) for task in queued] == [task.seed for task in queued]
+
+    for changes, words in (
+        ({"environment": None, "agent": {"type": "single_turn"}}, "this recipe has none"),
+        ({"tasks": {"from_environment": 4, "train": "a.jsonl"}}, "both give tasks"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            build_config(tree | changes, needs_environment=False)
 
 
 def test_given_tasks_get_an_id_for_every_round():

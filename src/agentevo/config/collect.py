@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 import pydantic
 from pydantic import Field
 
+from agentevo.algorithms.losses import POLICY_LOSSES
+
 if TYPE_CHECKING:
     from agentevo.config import AlgorithmSection, RunConfig
 
@@ -42,6 +44,16 @@ class CollectKeys(pydantic.BaseModel):
     rlpr_start: int | None = Field(default=None, ge=2)
     """First step at which groups are left out. The first running mean is the average of the spreads
     recorded before it. Default: 11."""
+    replay_successes: int = Field(default=0, ge=0)
+    """Number of earlier successes at the same task that take the place of failed attempts in a
+    group without a success, so that the group teaches something (ARPO, arXiv 2505.16282, uses 1).
+    An earlier success keeps the log-probs with which it was sampled, and counts in no success rate.
+    0: none. It needs tasks that return, and a ratio to the policy that sampled."""
+    replay_per_task: int | None = Field(default=None, ge=1)
+    """Size of a task's buffer, from which these successes are drawn: its newest ones that were
+    trained on. Default: 8."""
+    replay_max_age: int | None = Field(default=None, ge=1)
+    """Largest age of a replayed token, in versions, in place of rollout.staleness. Default: 50."""
     length_shaping: Literal["none", "soft_overlong", "linear", "cosine", "relative"] = "none"
     """How the trained tokens n of an attempt change its reward r, after the filters.
     `soft_overlong` (DAPO): r minus up to length_weight, growing over the last length_buffer tokens
@@ -63,12 +75,23 @@ class CollectKeys(pydantic.BaseModel):
     """Rewards of cosine, for: a success of length 0, a success just below length_max, a failure of
     length 0, a failure just below length_max, and anything longer. Default: 2, 1, -10, 0, -10."""
 
+    @property
+    def replay_buffer_size(self) -> int:
+        """`replay_per_task` with its default."""
+        return self.replay_per_task or 8
+
+    @property
+    def replay_max_age_versions(self) -> int:
+        """`replay_max_age` with its default."""
+        return self.replay_max_age or 50
+
 
 def collect_contradictions(config: RunConfig) -> Iterator[str]:
     """Contradictions of these keys with others, as 'what: remedy'."""
     algorithm = config.algorithm
     yield from _rlpr_problems(algorithm)
     yield from _length_problems(config)
+    yield from _replay_problems(config)
     if algorithm.dynamic_sampling > 1 and algorithm.keep_groups < 1:
         yield (
             f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} fills the step with groups, "
@@ -117,6 +140,78 @@ def _rlpr_problems(algorithm: AlgorithmSection) -> Iterator[str]:
             f"algorithm.rlpr_record_from={record_from}: "
             "set rlpr_record_from below rlpr_start"
         )
+
+
+def _replay_problems(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    count = algorithm.replay_successes
+    if not count:
+        yield from [
+            f"algorithm.{key} belongs to the replay of successes, which is off while "
+            f"algorithm.replay_successes is 0: set replay_successes (1, say) or remove {key}"
+            for key in ("replay_per_task", "replay_max_age")
+            if getattr(algorithm, key) is not None
+        ]
+        return
+
+    name = f"algorithm.replay_successes={count}"
+    if algorithm.preference() is not None:
+        return  # refused as a key of other algorithms (unused_keys.py)
+    if not algorithm.within_group:
+        yield (
+            f"{name} gives a group of failures a success to be compared with, but "
+            f"algorithm.advantage={algorithm.resolve().advantage} compares no members of a group: "
+            "choose grpo, say, or set replay_successes=0"
+        )
+    elif config.trainer.group_size <= count:
+        yield (
+            f"{name} leaves no failure in a group of trainer.group_size="
+            f"{config.trainer.group_size}: lower replay_successes or raise group_size"
+        )
+
+    if count > algorithm.replay_buffer_size:
+        yield (
+            f"{name} is more than the algorithm.replay_per_task={algorithm.replay_buffer_size} "
+            "successes that are kept: raise replay_per_task"
+        )
+
+    if config.environment is not None and config.tasks.from_environment is None:
+        yield (
+            f"{name} replays successes at tasks that return, but the environment makes new tasks "
+            "for every step: set tasks.from_environment to a number of tasks (64, say)"
+        )
+    elif config.tasks.self_play is not None:
+        yield (
+            f"{name} replays successes at tasks that return, but tasks.self_play makes new tasks "
+            "for every step: give tasks.train, or set replay_successes=0"
+        )
+
+    if not _weighs_by_sampler(algorithm):
+        yield (
+            f"{name} trains on tokens of older policies, but the loss has no ratio to the policy "
+            "that sampled them: set algorithm.importance=token_tis "
+            "algorithm.old_logprobs=recomputed, or choose a loss with a ratio (ppo_clip) and "
+            "old_logprobs=rollout"
+        )
+
+    for key, is_set in (
+        ("algorithm.rlpr_beta", algorithm.rlpr_beta is not None),
+        ("trainer.epochs=0", config.trainer.epochs == 0),
+    ):
+        if is_set:
+            yield f"{name} can't be combined with {key}: remove one of them"
+
+
+WITHOUT_RATIO = ("reinforce", "gpg")
+"""Policy losses that do not use the old log-probs."""
+
+
+def _weighs_by_sampler(algorithm: AlgorithmSection) -> bool:
+    """Whether a token's loss depends on the log-prob with which it was sampled."""
+    loss = algorithm.resolve().policy_loss
+    if algorithm.importance != "none" or POLICY_LOSSES[loss].has_importance_weights:
+        return True
+    return algorithm.old_logprobs == "rollout" and loss not in WITHOUT_RATIO
 
 
 def _length_problems(config: RunConfig) -> Iterator[str]:

@@ -87,6 +87,7 @@ def distillation_contradictions(config: RunConfig) -> Iterator[str]:
         ("dynamic_sampling", algorithm.dynamic_sampling > 1),
         ("keep_groups", algorithm.keep_groups < 1),
         ("rlpr_beta", algorithm.rlpr_beta is not None),
+        ("replay_successes", algorithm.replay_successes > 0),
     ):
         if section.is_alone and is_set:
             yield (

@@ -237,6 +237,7 @@ def _of_the_run(config: RunConfig) -> Iterator[str]:
         "algorithm.dynamic_sampling": algorithm.dynamic_sampling > 1,
         "algorithm.keep_groups": algorithm.keep_groups < 1,
         "algorithm.rlpr_beta": algorithm.rlpr_beta is not None,
+        "algorithm.replay_successes": algorithm.replay_successes > 0,
         f"algorithm.name={algorithm.name}": algorithm.preference() is not None
         or "baseline_rewards" in algorithm.needs,
     }

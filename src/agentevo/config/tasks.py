@@ -28,17 +28,46 @@ class Curriculum(Section):
     floor: float = Field(default=0.05, gt=0, le=1)
     """The smallest weight of a task that is not retired. It sets how often tasks return that were
     always or never solved."""
+    attempts: tuple[int, int] | None = None
+    """Smallest and largest number of attempts at a task. A step's attempts, trainer.group_size per
+    task on average, are divided in proportion to 1 - p: hard tasks get more, easy ones fewer (DART,
+    arXiv 2509.23866). Default: trainer.group_size for every task."""
 
 
 def curriculum_contradictions(config: RunConfig) -> list[str]:
     """Contradictions with other sections, as 'what: remedy'."""
+    problems = []
+    if config.tasks.from_environment is not None and config.environment is None:
+        problems.append(
+            f"tasks.from_environment={config.tasks.from_environment} is for tasks of an "
+            "environment, and this recipe has none: give environment.type, or remove it"
+        )
+
     if config.tasks.curriculum is not None and config.rollout.policy != "wait":
-        return [
+        problems.append(
             "tasks.curriculum chooses a step's tasks by the results of earlier steps, but "
             f"rollout.policy={config.rollout.policy} queues tasks without regard to steps: set "
             "rollout.policy=wait, or leave out tasks.curriculum"
-        ]
-    return []
+        )
+
+    attempts = None if config.tasks.curriculum is None else config.tasks.curriculum.attempts
+    size = config.trainer.group_size
+    least = 2 if config.algorithm.within_group else 1
+    if attempts is not None and not least <= attempts[0] <= size <= attempts[1]:
+        problems.append(
+            f"tasks.curriculum.attempts={list(attempts)} must be a minimum of {least} or more and "
+            f"a maximum, with their mean trainer.group_size={size} between them: set "
+            f"attempts=[{max(least, size // 2)},{2 * size}], say"
+        )
+
+    return problems
+
+
+def smallest_group(config: RunConfig) -> int:
+    """The smallest number of attempts that are started at a task."""
+    curriculum = config.tasks.curriculum
+    attempts = None if curriculum is None else curriculum.attempts
+    return config.trainer.group_size if attempts is None else attempts[0]
 
 
 BOUNDS = ("min", "max")
@@ -204,6 +233,9 @@ class TasksSection(Section):
     {min: 2, max: 4}}`) or `sources` (of `train` and `eval`); `until_step` or `until_success` (the
     success rate, as a mean over `success_window` steps, 5), except in the last stage. Needs `eval`,
     whose tasks are reported for each stage. Default: every task from the first step."""
+    from_environment: int | None = Field(default=None, ge=2)
+    """With an environment: training returns to this many of its tasks, in rounds, as if they were
+    given in `train`. Default: new tasks in every step."""
     curriculum: Curriculum | None = None
     """Curriculum: each step chooses its tasks by their success rates so far. Tasks with a success
     rate near one half are played most often, and solved tasks are retired. A task with the key
@@ -255,8 +287,13 @@ class TasksSection(Section):
                 f"curriculum and {conflict} both choose the tasks of a step: remove one of them"
             )
 
-        if self.curriculum is not None and not self.train:
-            raise ValueError("curriculum chooses among the tasks of train: give train")
+        if self.train and self.from_environment is not None:
+            raise ValueError("train and from_environment both give tasks: remove one of them")
+        if self.curriculum is not None and not (self.train or self.from_environment):
+            raise ValueError(
+                "curriculum chooses among the tasks of train: give train (or from_environment, "
+                "with an environment)"
+            )
         if problem := stage_problem(self.stages, self.train, self.eval):
             raise ValueError(problem)
 
@@ -265,6 +302,7 @@ class TasksSection(Section):
     def _checked_self_play(self) -> TasksSection:
         conflicts = [key for key in ("train", "weights", "stages") if getattr(self, key)]
         conflicts += ["curriculum"] * (self.curriculum is not None)
+        conflicts += ["from_environment"] * (self.from_environment is not None)
         if conflicts:
             raise ValueError(
                 f"self_play and {conflicts[0]} both choose the tasks of a step: remove one of them"

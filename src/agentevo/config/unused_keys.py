@@ -45,6 +45,9 @@ OF_RL = (
     "credit",
     "loss_function",
     "advantage_function",
+    "replay_successes",
+    "replay_per_task",
+    "replay_max_age",
 )
 """Keys of the algorithm section that only advantages and policy losses use."""
 OF_PREFERENCE = ("preference_loss", "pairs", "pairs_per_group", "pair_margin")

@@ -10,6 +10,9 @@ staleness, the tasks of a step depend on the records up to step - 1 - lag, the o
 the tasks are chosen. There is no other state. So a resumed run, a replay, and samplers in other
 processes choose the same tasks.
 
+With `attempts: [min, max]`, hard tasks get more attempts and easy ones fewer, as in DART (arXiv
+2509.23866; its released code does not contain its rule). `divide_attempts` has ours.
+
 A task can be a harder variant of another task, whose id is `variant_of` in its metadata. The
 variant is not played before that other task is retired.
 """
@@ -46,7 +49,14 @@ class TaskCurriculum:
     """The tasks of a run, with the known results of each task."""
 
     def __init__(
-        self, section: Curriculum, tasks: Sequence[Task], seed: int, groups: int, *, lag: int
+        self,
+        section: Curriculum,
+        tasks: Sequence[Task],
+        seed: int,
+        groups: int,
+        *,
+        group_size: int,
+        lag: int,
     ) -> None:
         """Raises ConfigError if no task can be played at the start, or if a variant has no base
         task."""
@@ -55,6 +65,7 @@ class TaskCurriculum:
         self._seed = seed
         self._lag = lag
         self._groups = min(groups, len(self.tasks))
+        self._group_size = group_size
         self._index_by_id = {task.id: index for index, task in enumerate(self.tasks)}
         self._parents = [task.metadata.get(VARIANT_OF) for task in self.tasks]
         self._history: dict[int, list[TaskStepResult]] = defaultdict(list)
@@ -116,6 +127,20 @@ class TaskCurriculum:
         """The tasks of a step. Raises ValueError if the records do not determine them yet."""
         return [self.tasks[place] for place in self.order(step)[: self._groups]]
 
+    def attempts_of_step(self, step: int) -> dict[str, int]:
+        """Task id -> number of attempts, for the tasks of a step. Empty if all have the same
+        number."""
+        if self._section.attempts is None:
+            return {}
+
+        places = self.order(step)[: self._groups]
+        numbers = divide_attempts(
+            [1 - self._success_rate(place, step) for place in places],
+            self._group_size * len(places),
+            *self._section.attempts,
+        )
+        return {self.tasks[place].id: number for place, number in zip(places, numbers, strict=True)}
+
     def order(self, step: int) -> list[int]:
         """All tasks by their number, in the order in which the step would play them."""
         if not self.is_known(step):
@@ -150,8 +175,14 @@ class TaskCurriculum:
         retired = [is_retired for _, is_retired in state]
         locked = sum(not retired[self._index_by_id[parent]] for _, parent in self._variant_pairs())
         chosen = self.order(step)[: self._groups]
+        numbers = self.attempts_of_step(step).values()
+        sizes = (
+            {"curriculum/attempts_min": min(numbers), "curriculum/attempts_max": max(numbers)}
+            if numbers
+            else {}
+        )
 
-        return {
+        return sizes | {
             "curriculum/retired": float(sum(retired)),
             "curriculum/locked": float(locked),
             "curriculum/untried": float(
@@ -164,16 +195,38 @@ class TaskCurriculum:
         """The known results of a task when the step's tasks were chosen."""
         return [tried for tried in self._history[place] if tried.step <= step - 1 - self._lag]
 
+    def _success_rate(self, place: int, step: int) -> float:
+        """The estimate of a task's success rate when the step's tasks were chosen."""
+        newest = self._results_before(place, step)[-self._section.window :]
+        solved = sum(tried.solved for tried in newest)
+        attempts = sum(tried.attempts for tried in newest)
+        return (solved + 1) / (attempts + 2)
+
     def _weigh(self, place: int, step: int) -> tuple[float, bool]:
         """A task's weight, and whether it is retired."""
         section = self._section
         before = self._results_before(place, step)
-        newest = before[-section.window :]
-        solved = sum(tried.solved for tried in newest)
-        attempts = sum(tried.attempts for tried in newest)
-        p = (solved + 1) / (attempts + 2)
+        p = self._success_rate(place, step)
         last = before[-section.retire_after :] if section.retire_after else []
         is_retired = len(last) == section.retire_after > 0 and all(
             tried.solved == tried.attempts for tried in last
         )
         return max(4 * p * (1 - p), section.floor), is_retired
+
+
+def divide_attempts(shares: Sequence[float], total: int, least: int, most: int) -> list[int]:
+    """Divides `total` attempts among tasks in proportion to their shares (above 0), each at least
+    `least` and at most `most`.
+
+    Each task has `least`, and each further attempt goes to the task with the largest share / (n +
+    1) among those with n < `most` attempts (D'Hondt's rule), the first one of several.
+    """
+    numbers = [least] * len(shares)
+    for _ in range(total - least * len(shares)):
+        place = max(
+            (place for place, number in enumerate(numbers) if number < most),
+            key=lambda place: shares[place] / (numbers[place] + 1),
+        )
+        numbers[place] += 1
+
+    return numbers

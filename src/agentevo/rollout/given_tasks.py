@@ -36,7 +36,7 @@ from agentevo.rewards.answer_texts import ANSWER_SCHEMA, check_place
 from agentevo.runtime.files import create_atomic
 from agentevo.runtime.parsing import read_json_object
 from agentevo.runtime.paths import short
-from agentevo.types import QUERY_MESSAGES, QUEUED_FOR_STEP, Task
+from agentevo.types import QUERY_MESSAGES, QUEUED_ATTEMPTS, QUEUED_FOR_STEP, Task
 from agentevo.types.images import ImageFile
 
 ID_KEYS = ("id", "task_id")
@@ -44,6 +44,7 @@ SCORER_KEYS = ("scorer",)
 RESERVED_KEYS = {
     QUERY_MESSAGES: "a query that is a list of messages",
     QUEUED_FOR_STEP: "the step that a task is queued for",
+    QUEUED_ATTEMPTS: "the number of attempts at a queued task",
     PROPOSES: "the step that a proposer is asked for",
 }
 TASKS_FILE = "tasks.json"

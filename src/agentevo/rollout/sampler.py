@@ -191,9 +191,10 @@ class Sampler:
         label: str,
         baseline: bool = False,
         write: bool = True,
+        attempts_by_task: Mapping[str, int] = MappingProxyType({}),
     ) -> list[Trajectory]:
-        """Makes `attempts` trajectories of each task, in the order of tasks and attempts. Writes
-        them to the store as `split` of `step`.
+        """Makes `attempts` trajectories of each task, or those in `attempts_by_task` (by id), in
+        the order of tasks and attempts. Writes them to the store as `split` of `step`.
 
         `label` distinguishes passes over the same tasks ("train", "greedy", "sampled"). It is part
         of ids and seeds. With `baseline`, a greedy attempt at the same task runs with each group,
@@ -213,7 +214,7 @@ class Sampler:
             lambda: self._find_stored(names, split, step), what="known groups"
         )
         extra = self._config.rollout.extra_attempts if split == "train" else 0
-        size = attempts + extra + baseline
+        wanted = {task.id: attempts_by_task.get(task.id, attempts) for task in tasks}
         num_ended = dict[str, int]()
 
         def count_ended(task: Task, number: int) -> None:
@@ -222,13 +223,13 @@ class Sampler:
 
         async def group(task: Task) -> list[Trajectory]:
             stored = [stored_groups.get(name, []) for name in self._group_names(task, labels, step)]
-            if len(stored[0]) >= attempts and all(stored):
-                count_ended(task, size)
+            if len(stored[0]) >= wanted[task.id] and all(stored):
+                count_ended(task, wanted[task.id] + extra + baseline)
                 return list(itertools.chain(*stored))
 
             trajectories = await self.play(
                 task,
-                attempts=attempts,
+                attempts=wanted[task.id],
                 extra=extra,
                 temperature=temperature,
                 step=step,
@@ -238,7 +239,8 @@ class Sampler:
             )
             return await self.write(trajectories, split=split, step=step) if write else trajectories
 
-        with bar(f"playing ({label})", len(tasks) * size, "attempts") as progress:
+        total = sum(wanted.values()) + len(tasks) * (extra + baseline)
+        with bar(f"playing ({label})", total, "attempts") as progress:
             groups = await gather_all([group(task) for task in tasks])
 
         return list(itertools.chain(*groups))

@@ -48,7 +48,7 @@ from agentevo.rollout.teachers import TeacherUnavailableError
 from agentevo.runtime.retry import STORE_RETRY_S, with_retries
 from agentevo.store.records import Lease
 from agentevo.store.store import Store
-from agentevo.types import QUEUED_FOR_STEP, Task, Trajectory, group_of_agent
+from agentevo.types import QUEUED_ATTEMPTS, QUEUED_FOR_STEP, Task, Trajectory, group_of_agent
 
 T = TypeVar("T")
 
@@ -346,7 +346,9 @@ class SamplerService:
             await self._wait_until_admitted(work)
             work.group = self._sampler.group(
                 work.lease.task,
-                attempts=self._config.trainer.group_size,
+                attempts=int(
+                    work.lease.task.metadata.get(QUEUED_ATTEMPTS, self._config.trainer.group_size)
+                ),
                 extra=self._rollout.extra_attempts,
                 temperature=self._config.sampling.temperature,
                 step=work.step,

@@ -30,7 +30,7 @@ from agentevo.rollout.task_stages import TaskStages, check_stage, of_stage
 from agentevo.rollout.tasks import Purpose, environment_tasks, refill_tasks
 from agentevo.runtime.seeds import derive_seed
 from agentevo.store.store import Store
-from agentevo.types import QUEUED_FOR_STEP, Task
+from agentevo.types import QUEUED_ATTEMPTS, QUEUED_FOR_STEP, Task
 from agentevo.types.images import ImageFile
 
 
@@ -150,6 +150,13 @@ class TaskSource:
             )
 
         train, self._held_out = self._split(given_tasks)
+        self._plays_environment = train is None and self.proposals is None
+        """Whether the environment makes the tasks."""
+        self._train = train or []
+        if self._plays_environment and config.tasks.from_environment is not None:
+            train = self._environment("train", 0, config.tasks.from_environment)
+
+        self._num_to_train = len(train or ())
         staged = config.tasks.stages if given_tasks is None else ()
         self.stages = TaskStages(staged, lag=config.rollout.staleness)
         self._files = {} if self.read is None else files_of(config.tasks, self.read)
@@ -158,7 +165,6 @@ class TaskSource:
         self._pools = None if train is None else self._pools_of(train)
         self.curriculum = self._curriculum_of(train)
         self._by_id = {task.id: task for task in (*(train or ()), *self._held_out)}
-        self._train = train or []
         _check_ids(self._by_id)
 
     @property
@@ -189,17 +195,22 @@ class TaskSource:
         section = self._config.tasks.curriculum
         if section is None or train is None:
             return None
-        seed = config.run.seed
-        groups = config.trainer.groups_per_step
-        return TaskCurriculum(section, train, seed, groups, lag=config.rollout.staleness)
+        return TaskCurriculum(
+            section,
+            train,
+            config.run.seed,
+            config.trainer.groups_per_step,
+            group_size=config.trainer.group_size,
+            lag=config.rollout.staleness,
+        )
 
     def shortfall(self) -> str:
         """A message if there are too few tasks for trainer.groups_per_step, so that steps have
         fewer groups. Otherwise empty. Stages and mixtures of sources refuse such a recipe
         instead."""
         needed = self._config.trainer.groups_per_step
-        count = len(self._train)
-        if not self._train or count >= needed:
+        count = self._num_to_train
+        if not count or count >= needed:
             return ""
         tasks, groups = (
             ("is 1 task", "1 group") if count == 1 else (f"are {count} tasks", f"{count} groups")
@@ -292,17 +303,25 @@ class TaskSource:
         begins = self.stages.begins(step)
         return self._pools[len(begins) - 1].of_step(step - begins[-1])
 
+    def attempts_of_step(self, step: int) -> dict[str, int]:
+        """Task id -> number of attempts, for the tasks of a step that do not have
+        trainer.group_size."""
+        return {} if self.curriculum is None else self.curriculum.attempts_of_step(step)
+
     def tasks_to_queue(self, step: int) -> list[Task]:
-        """The tasks of the step as samplers queue them. Their metadata names the step. A given task
-        that a later round repeats becomes a task with the id ID~ROUND. With a curriculum, every
-        step is a round."""
+        """The tasks of the step as samplers queue them. Their metadata names the step, and the
+        number of attempts where it is not trainer.group_size. A given task that a later round
+        repeats becomes a task with the id ID~ROUND. With a curriculum, every step is a round."""
         round_ = 0 if self._pools is None else self._rounds_before(self._pools, step)
         round_ = round_ if self.curriculum is None else step
+        attempts = self.attempts_of_step(step)
         return [
             replace(
                 task,
                 id=f"{task.id}~{round_}" if round_ else task.id,
-                metadata=task.metadata | {QUEUED_FOR_STEP: step},
+                metadata=task.metadata
+                | {QUEUED_FOR_STEP: step}
+                | ({QUEUED_ATTEMPTS: attempts[task.id]} if task.id in attempts else {}),
             )
             for task in self.train(step)
         ]
@@ -316,6 +335,12 @@ class TaskSource:
             for pool, first, end in zip(pools, earlier, ends, strict=False)
         )
         return before + pools[len(earlier)].round_of(step - begin)
+
+    def given_id(self, task_id: str) -> str:
+        """The id of the given task that a task, queued or not, plays."""
+        without_round = task_id.rpartition("~")[0]
+        repeats = task_id not in self._by_id and without_round in self._by_id
+        return without_round if repeats else task_id
 
     def source_of(self, task_id: str) -> str | None:
         """The name of the source of a task, queued or not, if the recipe mixes sources."""
@@ -377,7 +402,7 @@ class TaskSource:
         """The evaluation's tasks, which are always the same."""
         return (
             self._environment("eval", 0, self._config.evaluation.tasks)
-            if self._pools is None and self.proposals is None
+            if self._plays_environment
             else self._held_out
         )
 
@@ -403,12 +428,13 @@ def files_of(section: TasksSection, read: GivenTasks) -> dict[str, str]:
 
 def _check_ids(tasks: Mapping[str, Task]) -> None:
     """Raises ConfigError if a task could be confused with a queued task."""
-    reserved = [task.id for task in tasks.values() if QUEUED_FOR_STEP in task.metadata]
-    if reserved:
-        raise ConfigError(
-            f"tasks: {reserved[0]!r} has {QUEUED_FOR_STEP!r} in its metadata, which is reserved "
-            f"for a queued task's step: rename the key"
-        )
+    for key in (QUEUED_FOR_STEP, QUEUED_ATTEMPTS):
+        reserved = [task.id for task in tasks.values() if key in task.metadata]
+        if reserved:
+            raise ConfigError(
+                f"tasks: {reserved[0]!r} has {key!r} in its metadata, which is reserved for a "
+                "queued task: rename the key"
+            )
 
     repeated = next(
         (

@@ -49,8 +49,8 @@ def refill_tasks(environment: str, run_seed: int, step: int) -> Iterator[Task]:
 
 def seed_of_task(run_seed: int, task_id: str) -> int:
     """The seed of an environment's task, from the id that `environment_tasks` or `refill_tasks`
-    gave it."""
-    purpose, _, index = task_id.rpartition("-")
+    gave it. A task that a later round repeats (ID~ROUND) has the same seed."""
+    purpose, _, index = task_id.partition("~")[0].rpartition("-")
     if purpose not in _REMAINDER or not re.fullmatch(r"\d+(\+\d+)?", index):
         raise ValueError(
             f"{task_id!r} is not the id of an environment's task, such as train-7: given tasks "

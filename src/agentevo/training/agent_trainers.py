@@ -8,7 +8,7 @@ policies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -81,6 +81,7 @@ class AgentTrainers:
         version: int | None = None,
         bound: int | None = None,
         turn_credits: TurnCredits = MappingProxyType({}),
+        replayed: Collection[str] = (),
     ) -> PreparedBatch:
         """See RolloutTrainer.prepare; `samples` are PolicySamples."""
         parts = {
@@ -90,6 +91,7 @@ class AgentTrainers:
                 version=version,
                 bound=bound,
                 turn_credits=turn_credits,
+                replayed=replayed,
             )
             for name, trainer in self.trainers.items()
         }

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -72,7 +72,9 @@ class RolloutTrainer(Learner, Protocol):
         version: int | None = None,
         bound: int | None = None,
         turn_credits: TurnCredits = ...,
+        replayed: Collection[str] = ...,
     ) -> PreparedBatch:
         """Makes the samples for `step`. With `version`, the number of committed steps, nothing
-        older than `bound` is trained on; see `staleness.py`. `turn_credits`: the reward of each
-        turn, where a function of the user gives it."""
+        older than `bound` is trained on, except the `replayed` trajectories (ids); see
+        `staleness.py`. `turn_credits`: the reward of each turn, where a function of the user gives
+        it."""

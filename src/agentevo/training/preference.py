@@ -11,7 +11,7 @@ those of the solver's and given answers, are the policy's at its sampling temper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -114,9 +114,10 @@ class PreferenceTrainer:
         version: int | None = None,
         bound: int | None = None,
         turn_credits: TurnCredits = MappingProxyType({}),
+        replayed: Collection[str] = (),
     ) -> PreparedBatch:
-        """Pairs of the trajectories, for `step`. `baselines` and `turn_credits` are for other
-        trainers.
+        """Pairs of the trajectories, for `step`. `baselines`, `turn_credits` and `replayed` are for
+        other trainers.
 
         With `version`, the number of committed steps, an attempt with a token more than `bound`
         versions away from it is left out whole, because the losses compare whole answers (see

@@ -7,7 +7,7 @@ It never calls an agent or an engine.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -154,14 +154,16 @@ class Trainer:
         version: int | None = None,
         bound: int | None = None,
         turn_credits: TurnCredits = MappingProxyType({}),
+        replayed: Collection[str] = (),
     ) -> PreparedBatch:
         """Makes samples for `step`. `baselines`: task id -> reward of the greedy attempt, if the
         algorithm uses these rewards. `turn_credits`: the reward of each turn, if `algorithm.credit`
         is set.
 
         With `version`, the number of committed steps, tokens more than `bound` versions away from
-        it are not trained on, and the metrics contain the ages of all tokens (see `mask_stale`). A
-        trajectory without trained tokens still counts in its group's baseline, so it is not in
+        it are not trained on, and the metrics contain the ages of all tokens (see `mask_stale`).
+        The `replayed` trajectories (ids) are successes of earlier steps, with any age. A trajectory
+        without trained tokens still counts in its group's baseline, so it is not in
         `dropped`. One whose images can't be shown to the model as it saw them is.
         """
         if version is None and bound is not None:
@@ -187,7 +189,7 @@ class Trainer:
         prepared.warnings += warnings
         if version is not None:
             prepared.samples, ages = mask_stale(
-                prepared.samples, trainer_version=version, bound=bound
+                prepared.samples, trainer_version=version, bound=bound, replayed=replayed
             )
             prepared.metrics |= ages
 

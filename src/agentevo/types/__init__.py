@@ -99,6 +99,9 @@ this name."""
 QUEUED_FOR_STEP = "queued_for_step"
 """Key of a queued task's metadata for the training step that it is queued for. No given task may
 have it."""
+QUEUED_ATTEMPTS = "queued_attempts"
+"""Key of a queued task's metadata for the number of attempts, if it is not trainer.group_size. No
+given task may have it."""
 
 
 LOWEST_TEMPERATURE = 1e-3

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from agentevo.errors import AgentEvoError, TrainingError
+from agentevo.store.records import StepRecord
+from agentevo.store.store import Store
 from agentevo.types import Sample, Trajectory
 
 JUDGES = frozenset({"llm_judge", "agentcpm", "ruler"})
@@ -74,6 +76,17 @@ def _why_not(section: Any, advantage: Any) -> str | None:
     return None
 
 
+async def read_stored(store: Store, record: StepRecord) -> list[Trajectory]:
+    """The attempts that a committed step trained on, without their texts. Raises AgentEvoError if
+    its plan or an attempt can't be read."""
+    from agentevo.training.batching.step_plan import StepPlan
+
+    plan = StepPlan.of(record.step, record.record)
+    rows = store.trajectories(trained_step=record.step)
+    trained = [without_words(row.trajectory) async for row in rows]
+    return trained + [without_words(await store.trajectory(name)) for name in plan.replayed]
+
+
 def without_words(trajectory: Trajectory) -> Trajectory:
     """The trajectory without its texts. Advantages do not need them, and all attempts of a step are
     in memory at the same time."""
@@ -91,7 +104,7 @@ def step_samples(
 
     plan = StepPlan.of(step, record)
     by_id = {trajectory.id: trajectory for trajectory in stored}
-    final = [plan.final(by_id[name]) for name in plan.ids if name in by_id]
+    final = [plan.final(by_id[name]) for name in plan.trained_ids if name in by_id]
     rows = [row for trajectory in final for row in trajectory_rows(trajectory)]
     if len(rows) * max((len(row.turns) for row in rows), default=0) > MAX_CELLS:
         raise TrainingError(f"step {step} is too large to recompute its advantages here")

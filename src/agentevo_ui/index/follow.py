@@ -27,10 +27,10 @@ from agentevo_ui.index.advantages import (
     Rule,
     config_of,
     largest,
+    read_stored,
     rewards_of,
     rule_of,
     step_samples,
-    without_words,
 )
 from agentevo_ui.index.database import MAX_FILE_BYTES
 from agentevo_ui.index.derived import TaskWords, derive, judge_gap, task_words
@@ -246,10 +246,7 @@ class StoreFollower:
             return {}
 
         with suppress(AgentEvoError):  # a record without a plan, or attempts that are gone
-            stored = [
-                without_words(trajectory.trajectory)
-                async for trajectory in self._store.trajectories(trained_step=step)
-            ]
+            stored = await read_stored(self._store, records[0])
             return largest(
                 await in_thread(step_samples, step, records[0].record, stored, self._rule)
             )

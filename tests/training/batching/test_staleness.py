@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 
 from agentevo.config import AlgorithmSection, CriticSection
 from agentevo.errors import TrainingError
+from agentevo.runs.orchestration.rank_commands import PrepareAttempts
 from agentevo.training.batching.staleness import (
     leave_out_stale,
     mask_stale,
 )
 from agentevo.training.preference import PreferenceTrainer
 from agentevo.training.trainer import Trainer
-from agentevo.types import Sample
+from agentevo.types import Sample, Trajectory, Turn
 
 
 def of_places(sample: Sample) -> dict[int, tuple]:
@@ -414,3 +415,75 @@ def test_answers_are_compared_whole_or_not_at_all(random_model):
 def test_of_whole_answers_nothing_is_dropped_without_a_bound():
     kept, dropped, metrics = leave_out_stale(attempts(), trainer_version=NOW)
     assert (kept, dropped, metrics["staleness/masked"]) == (attempts(), {}, 0.0)
+
+
+def replayed_group(alone) -> tuple[list[Trajectory], list[torch.Tensor]]:
+    """A success of version 1 whose log-probs were 0.1 lower than now, and two failures of now; and
+    the log-probs of now of each, with a gradient."""
+    trajectories = []
+    logprobs = []
+    for number in range(3):
+        prompt, said = [5, 20, 21], [30 + number, 40, 50 + number]
+        rows = torch.log_softmax(
+            alone(input_ids=torch.tensor([[*prompt, *said]]), use_cache=False).logits[0], -1
+        )
+        now = torch.stack([rows[len(prompt) - 1 + k, token] for k, token in enumerate(said)])
+        old = number == 0
+        turn = Turn(
+            index=0,
+            prompt_ids=prompt,
+            completion_ids=said,
+            logprobs=(now.detach() - (0.1 if old else 0.0)).tolist(),
+            versions=[1 if old else NOW] * 3,
+            finish_reason="stop",
+        )
+        trajectories.append(
+            Trajectory(
+                id="old" if old else f"new{number}",
+                task_id="q",
+                group_id="g",
+                turns=[turn],
+                reward=float(old),
+                success=old,
+            )
+        )
+        logprobs.append(now)
+
+    return trajectories, logprobs
+
+
+def test_a_replayed_attempt_is_weighed_against_the_policy_that_sampled_it(random_model):
+    """Its tokens are not masked, though they are older than the bound, and their ratio is to the
+    stored log-probs of version 1: e^0.1."""
+    model = copy.deepcopy(random_model("llama").model)
+    alone = copy.deepcopy(random_model("llama").alone)
+    trajectories, logprobs = replayed_group(alone)
+    section = AlgorithmSection(scale_by_std=False, aggregation="token-mean")
+    trainer = Trainer(model, STILL, section)
+
+    made = trainer.prepare(trajectories, version=NOW, bound=0, replayed=["old"])
+    assert [sample.num_trained for sample in made.samples] == [3, 3, 3]
+    assert made.samples[0].columns["age"].tolist() == [NOW - 1] * 3
+    # what the step sampled is as fresh as ever
+    assert made.metrics["staleness/max"] == made.metrics["staleness/masked_tokens"] == 0
+
+    loss = torch.zeros(())
+    for now, ratio, advantage in zip(logprobs, (0.1, 0.0, 0.0), (2, -1, -1), strict=True):
+        old = now.detach() - ratio
+        loss = loss - (torch.exp(now - old) * advantage / 3).sum() / 9
+    expected = torch.autograd.grad(loss, list(alone.parameters()), allow_unused=True)
+
+    trainer.step(made.samples)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+    # as another process of the trainer gets it
+    command = PrepareAttempts("policy", trajectories, {}, NOW, 0, {}, frozenset({"old"}))
+    of_rank = pickle.loads(pickle.dumps(command)).apply(trainer)
+    assert [of_places(sample) for sample in of_rank.samples] == [
+        of_places(sample) for sample in made.samples
+    ]
+
+    masked = trainer.prepare(trajectories, version=NOW, bound=0)
+    assert [sample.trajectory_id for sample in masked.samples] == ["new1", "new2"]

@@ -33,6 +33,7 @@ from agentevo.runtime.progress import over
 from agentevo.store.codec import content_digest
 from agentevo.store.records import StepRecord, StoredTrajectory
 from agentevo.store.store import Store
+from agentevo.training.batching.staleness import age_of_oldest
 from agentevo.training.batching.step_plan import SHOWN, StepPlan
 
 EXACT_POLICIES = ("wait", "cancel")
@@ -131,8 +132,8 @@ async def _check_step(
             f"its record counts {record.num_trajectories} trajectories, its plan {len(plan.ids)}"
         )
 
+    digests = await _digest_replayed(store, plan, step, used, report)
     places = {name: index for index, name in enumerate(plan.ids)}
-    digests: dict[str, bytes] = {}
     contents: dict[str, list[str]] = {}
     masked = 0
     try:
@@ -163,10 +164,10 @@ async def _check_step(
                 "its plan names it, but it is not in the store as committed to this step", name
             )
 
-    report.trained += len(digests)
+    report.trained += len(digests.keys() & places.keys())
     report.masked_tokens += masked
     _check_masked(plan, masked, add_violation)
-    is_complete = all(name in digests for name in plan.ids)
+    is_complete = all(name in digests for name in plan.trained_ids)
     altered = _check_digest(plan, digests, add_violation) if is_complete else set()
     for name in contents.keys() - altered:
         for what in contents[name]:
@@ -182,6 +183,34 @@ def _check_used_once(plan: StepPlan, step: int, used: dict[str, int], violated: 
         if name in used:
             violated(f"step {used[name]} names it as well: it was trained on twice", name)
         used.setdefault(name, step)
+
+
+async def _digest_replayed(
+    store: Store, plan: StepPlan, step: int, used: Mapping[str, int], report: Audit
+) -> dict[str, bytes]:
+    """Checks that each replayed attempt is a success that an earlier step trained on, and that none
+    of its tokens is too old. Returns the digests of those that the store has."""
+    digests: dict[str, bytes] = {}
+    for name in plan.replayed:
+        if used.get(name, step) >= step:
+            what = "its plan replays it, but no earlier step has trained on it"
+            report.add(what, step=step, trajectory=name)
+        try:
+            stored = await store.trajectory(name)
+        except StoreError as error:
+            report.add(f"its plan replays it: {error}", step=step, trajectory=name)
+            continue
+
+        age = age_of_oldest(stored, trainer_version=step - 1)
+        if age > plan.replay_max_age:
+            what = f"it was replayed at age {age}, the bound was {plan.replay_max_age}"
+            report.add(what, step=step, trajectory=name)
+        if not stored.success:
+            report.add("it was replayed though it did not succeed", step=step, trajectory=name)
+        digests[name] = content_digest(plan.final(stored))
+
+    report.replayed += len(plan.replayed)
+    return digests
 
 
 def _check_masked(plan: StepPlan, masked: int, violated: Violated) -> None:
@@ -246,8 +275,8 @@ def _count_ages(stored: StoredTrajectory, plan: StepPlan, step: int, report: Aud
 def _check_digest(plan: StepPlan, digests: Mapping[str, bytes], violated: Violated) -> set[str]:
     """Returns the ids of trajectories that were changed after they were trained on."""
     altered = []
-    if len(plan.digests) == len(plan.ids):
-        shown = zip(plan.ids, plan.digests, strict=True)
+    if len(plan.digests) == len(plan.trained_ids):
+        shown = zip(plan.trained_ids, plan.digests, strict=True)
         altered = [
             (name, digest) for name, digest in shown if digests[name].hex()[:SHOWN] != digest
         ]
@@ -259,7 +288,9 @@ def _check_digest(plan: StepPlan, digests: Mapping[str, bytes], violated: Violat
             name,
         )
 
-    combined_digest = hashlib.sha256(b"".join(digests[name] for name in plan.ids)).hexdigest()
+    combined_digest = hashlib.sha256(
+        b"".join(digests[name] for name in plan.trained_ids)
+    ).hexdigest()
     if combined_digest != plan.digest and not altered:
         violated(
             f"its trajectories have the digest {combined_digest[:SHOWN]}, its plan says "

@@ -34,6 +34,8 @@ class Audit(msgspec.Struct, kw_only=True):
     """The number of committed steps."""
     trained: int = 0
     """The number of trajectories that the steps were made from."""
+    replayed: int = 0
+    """How often a step trained again on a success of an earlier step."""
     ages: dict[int, int] = {}
     """Maps an age in versions to the number of trained tokens."""
     masked_tokens: int = 0
@@ -118,7 +120,8 @@ class Audit(msgspec.Struct, kw_only=True):
         rows = [
             (
                 "steps",
-                f"{self.steps} committed, from {self.trained} trajectories, each in one step",
+                f"{self.steps} committed, from {self.trained} trajectories, each in one step"
+                + (f"; {self.replayed} replays of their successes" if self.replayed else ""),
             ),
             (
                 "tokens",

@@ -4,6 +4,7 @@ step that used it, or why none did."""
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,8 @@ async def follow(
         (r for r in records if stored.state == "committed" and r.step == stored.trained_step), None
     )
     learned, fate = _fate(stored, record, version)
+    if again := [r.step for r in records if trajectory_id in _replayed_in(r)]:
+        fate += f"; replayed in step{'s' * (len(again) > 1)} {', '.join(map(str, again))}"
     checkpoint = _first_checkpoint(records, record.step) if learned and record is not None else None
 
     return TokenHistory(
@@ -171,6 +174,13 @@ def _fate(stored: StoredTrajectory, record: StepRecord | None, version: int) -> 
         f"trained on in step {record.step}, at version {record.step - 1} of the trainer: age "
         f"{age}, the bound was {plan.staleness}",
     )
+
+
+def _replayed_in(record: StepRecord) -> Collection[str]:
+    try:
+        return StepPlan.of(record.step, record.record).replayed
+    except TrainingError:  # a record of an older version
+        return ()
 
 
 def _first_checkpoint(records: list[StepRecord], step: int) -> str | None:

@@ -22,6 +22,7 @@ QUEUED_KEYS = (
     "tasks.weights",
     "tasks.stages",
     "tasks.curriculum",
+    "tasks.from_environment",
     "sampling.temperature",
 )
 """Keys that a resumed run can't change if sampling runs concurrently with training. Tasks are

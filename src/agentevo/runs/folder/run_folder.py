@@ -131,6 +131,7 @@ def queued_group_size(path: Path) -> int | None:
     try:
         rollout = _section(path, "rollout")
         trainer = _section(path, "trainer")
+        curriculum = _section(path, "tasks").get("curriculum")
     except ConfigError:
         return None
 
@@ -139,6 +140,8 @@ def queued_group_size(path: Path) -> int | None:
 
     counts = [rollout.get("staleness", 0), rollout.get("samplers", 0)]
     size = trainer.get("group_size", TrainerSection.model_fields["group_size"].default)
+    if isinstance(curriculum, dict) and isinstance(curriculum.get("attempts"), list):
+        size = curriculum["attempts"][0]
     queues = any(isinstance(count, int) and count > 0 for count in counts)
     return size if queues and isinstance(size, int) else None
 

@@ -18,6 +18,7 @@ from agentevo.config import RunConfig
 from agentevo.errors import ConfigError, TrainingError
 from agentevo.runs.orchestration.collect import ONLY_SAMPLED, Collected, Collector, StepTasks
 from agentevo.runs.orchestration.rollout_sources import RolloutSource
+from agentevo.runs.orchestration.success_replay import SuccessReplay
 from agentevo.runtime.retry import STORE_RETRY_S, with_retries
 from agentevo.store.records import StepRecord
 from agentevo.store.store import Store
@@ -97,7 +98,12 @@ class RolloutBatches(BatchSource):
     ) -> None:
         """`note` is called for each stage of the tasks that begins."""
         self.num_steps = config.trainer.steps
-        self.collector = Collector(config, rollouts, tasks)
+        self._successes = (
+            SuccessReplay(config, store, tasks.given_id)
+            if config.algorithm.replay_successes
+            else None
+        )
+        self.collector = Collector(config, rollouts, tasks, self._successes)
         self._only_samples = config.trainer.epochs == 0
         self._tasks = tasks
         self._note = note
@@ -133,7 +139,7 @@ class RolloutBatches(BatchSource):
 
     def prepare(self, collected: Collected, step: int) -> PreparedBatch:
         """Advantages, or pairs, of the attempts that were kept. No attempt is older than
-        `rollout.staleness`."""
+        `rollout.staleness`, except replayed ones."""
         if self._only_samples:
             return PreparedBatch([], dropped={t.id: ONLY_SAMPLED for t in collected.trainable})
 
@@ -146,6 +152,7 @@ class RolloutBatches(BatchSource):
             version=step - 1,
             bound=self._staleness,
             turn_credits=credited.of_turns,
+            replayed={t.id for t in collected.replayed},
         )
         batch.dropped |= credited.dropped
         batch.warnings += credited.warnings
@@ -158,12 +165,10 @@ class RolloutBatches(BatchSource):
         """Makes the samples from the step's plan and the attempts in the store."""
         plan = StepPlan.of(record.step, record.record)
 
-        async def read() -> list[Trajectory]:
-            rows = self._store.trajectories(trained_step=record.step)
-            return [row.trajectory async for row in rows]
-
         stored = await with_retries(
-            read, within_s=STORE_RETRY_S, what=f"reading what step {record.step} trained on"
+            lambda: plan.read_trained(self._store, record.step),
+            within_s=STORE_RETRY_S,
+            what=f"reading what step {record.step} trained on",
         )
         trained = plan.restore_trained(stored)
         credited = self._ask_credit(trained)
@@ -182,6 +187,7 @@ class RolloutBatches(BatchSource):
             version=record.step - 1,
             bound=plan.staleness,
             turn_credits=credited.of_turns,
+            replayed=plan.replayed,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,7 +3,8 @@ rewards as earned -> length shaping.
 
 With dynamic sampling the first two are repeated on further tasks while the step lacks groups with
 different rewards. Tasks and seeds of every round follow from the step, so a resumed run collects
-the same trajectories.
+the same trajectories. In groups that all failed, successes of earlier steps may take the place of
+failures before the filters (success_replay.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from statistics import fmean
 from typing import Any, Protocol
 
 from agentevo.algorithms.filters import RLPRStd
@@ -26,9 +28,11 @@ from agentevo.runs.orchestration.step_metrics import (
     metrics_by_source,
     rollout_metrics,
 )
+from agentevo.runs.orchestration.success_replay import REPLACED, SuccessReplay
 from agentevo.store.store import Store
 from agentevo.training.batching.selection import rewards_by_group, select, usable
 from agentevo.training.batching.shaping import shape_by_length
+from agentevo.training.batching.staleness import age_of_oldest
 from agentevo.types import Task, Trajectory
 from agentevo.types.images import ImageFile
 
@@ -49,6 +53,9 @@ class Collected:
     they were earned."""
     trainable: list[Trajectory] = field(default_factory=list)
     """The trajectories to train on, in order, with their final rewards."""
+    replayed: list[Trajectory] = field(default_factory=list)
+    """Those of them that are successes of earlier steps, with rewards as they were earned. They are
+    the last of `trainable`, each in the group that it joins."""
     data_items: Sequence[Any] = ()
     """Samples or pairs that come from data instead of this run's attempts."""
     dropped: dict[str, str] = field(default_factory=dict)
@@ -66,6 +73,8 @@ class _Gathered:
 
     sampled: list[Trajectory] = field(default_factory=list)
     greedy: list[Trajectory] = field(default_factory=list)
+    replayed: list[Trajectory] = field(default_factory=list)
+    """Successes of earlier steps, in the groups that they join."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Trajectory id -> drop reason, for the drops that are decided at the end of a round."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -80,6 +89,10 @@ class StepTasks(Protocol):
     def refill(self, step: int) -> Iterator[Task]:
         """More tasks for a step that could not fill its batch."""
         return iter(())
+
+    def given_id(self, task_id: str) -> str:
+        """The id of the given task that a played task repeats."""
+        return task_id
 
     def source_of(self, task_id: str) -> str | None:
         """The name of a task's source, where sources are mixed."""
@@ -101,8 +114,16 @@ class Collector:
     """Collects the trajectories of one step after another. `state_dict` holds the state that it
     keeps between steps."""
 
-    def __init__(self, config: RunConfig, attempts: RolloutSource, tasks: StepTasks) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        attempts: RolloutSource,
+        tasks: StepTasks,
+        successes: SuccessReplay | None = None,
+    ) -> None:
+        """`successes`: replays earlier successes; None if the recipe does not ask for it."""
         self._config = config
+        self._successes = successes
         self._attempts = attempts
         self._tasks = tasks
         self._needs_baseline = "baseline_rewards" in config.algorithm.needs
@@ -114,6 +135,8 @@ class Collector:
         it needs and is allowed."""
         algorithm = self._config.algorithm
         tasks = self._tasks.train(step)
+        if self._successes is not None:
+            await self._successes.begin_step(step)
 
         refill = self._tasks.refill(step)
         target_groups = len(tasks) if algorithm.dynamic_sampling > 1 else None
@@ -126,7 +149,7 @@ class Collector:
                 algorithm = algorithm.model_copy(update={"keep_groups": 1.0})
 
             selected, dropped = select(
-                gathered.sampled,
+                [*gathered.sampled, *gathered.replayed],
                 algorithm,
                 before=gathered.dropped,
                 num_groups=target_groups,
@@ -142,7 +165,7 @@ class Collector:
             self._rlpr.end_step()
 
         collected = self._collect_result(
-            gathered, selected, dropped, rounds if target_groups is not None else None
+            step, gathered, selected, dropped, rounds if target_groups is not None else None
         )
         collected.metrics.update(self._tasks.metrics_of(step))
         self._solved = solved_attempts(gathered.sampled) if self._config.tasks.curriculum else {}
@@ -191,6 +214,11 @@ class Collector:
             below = sorted(set(range(len(candidates))) - set(kept))
             gathered.dropped |= {candidates[place].id: "below-usual-spread" for place in below}
 
+        if self._successes is not None:
+            replayed, replaced = await self._successes.replay(candidates, step)
+            gathered.replayed += replayed
+            gathered.dropped |= dict.fromkeys(replaced, REPLACED)
+
         gathered.sampled += sampled
         gathered.greedy += greedy
         return rollout_round.last
@@ -206,6 +234,7 @@ class Collector:
 
     def _collect_result(
         self,
+        step: int,
         gathered: _Gathered,
         selected: list[Trajectory],
         dropped: dict[str, str],
@@ -216,6 +245,9 @@ class Collector:
         shaped = shape_by_length(selected, algorithm, length_max)
         measured = [t for t in gathered.greedy if t.status == "completed"]
         baselines = {t.task_id: t.reward for t in shape_by_length(measured, algorithm, length_max)}
+        of_earlier_steps = {t.id for t in gathered.replayed}
+        dropped = {name: why for name, why in dropped.items() if name not in of_earlier_steps}
+        replayed = [t for t in selected if t.id in of_earlier_steps]
         trainable, _ = usable(gathered.sampled, algorithm)
         agents = by_rank(self._config)
         metrics = (
@@ -234,6 +266,11 @@ class Collector:
             else [],
             baseline_rewards=[t.reward for t in measured],
         )
+        if self._successes is not None:
+            ages = [age_of_oldest(t, trainer_version=step - 1) for t in replayed]
+            metrics["rollout/replayed"] = float(len(replayed))
+            metrics |= {"rollout/replay_age": fmean(ages)} if ages else {}
+
         if rounds is not None:
             surplus = {t.group_id for t in gathered.sampled if dropped.get(t.id) == "surplus"}
             informative = len(surplus | {t.group_id for t in selected})
@@ -245,6 +282,7 @@ class Collector:
         return Collected(
             trajectories=[*gathered.sampled, *gathered.greedy],
             trainable=shaped,
+            replayed=replayed,
             dropped=dropped | {t.id: BASELINE for t in gathered.greedy},
             baselines=baselines,
             metrics=metrics,

@@ -28,10 +28,11 @@ from agentevo.types import Trajectory
 
 
 async def reserve(store: Store, step: int, collected: Collected, batch: PreparedBatch) -> list[str]:
-    """Reserves the attempts that the step trains on. The others are dropped when the step is
-    committed. Returns the ids of the reserved attempts, in order."""
-    dropped = collected.dropped | batch.dropped
-    trained_ids = [t.id for t in collected.trainable if t.id not in dropped]
+    """Reserves the step's own attempts that it trains on. The others are dropped when the step is
+    committed; replayed ones belong to earlier steps. Returns the ids of the reserved attempts, in
+    order."""
+    left_out = {*collected.dropped, *batch.dropped, *(t.id for t in collected.replayed)}
+    trained_ids = [t.id for t in collected.trainable if t.id not in left_out]
     await with_retries(
         lambda: store.reserve(trained_ids, step),
         within_s=STORE_RETRY_S,
@@ -56,17 +57,23 @@ def plan_of(
     batch: PreparedBatch,
     metrics: Mapping[str, float],
 ) -> StepPlan:
-    """The record of the step's training data, for checks and replay."""
+    """The record of the step's training data, for checks and replay. `ids`: of the step's own
+    attempts."""
+    of_earlier_steps = {t.id for t in collected.replayed}
+    replayed = [t.id for t in collected.replayed if t.id not in batch.dropped]
+    dropped = collected.dropped | batch.dropped
     by_id = {t.id: t for t in collected.trainable}
     return StepPlan.make(
-        [by_id[name] for name in ids],
-        earned={t.id: t.reward for t in collected.trajectories},
+        [by_id[name] for name in (*ids, *replayed)],
+        earned={t.id: t.reward for t in (*collected.trajectories, *collected.replayed)},
         baselines=collected.baselines,
         staleness=config.rollout.staleness,
         policy=config.rollout.policy,
         masked_tokens=int(metrics.get("staleness/masked_tokens", 0)),
         credit=config.credit_rule,
-        dropped=collected.dropped | batch.dropped,
+        dropped={name: why for name, why in dropped.items() if name not in of_earlier_steps},
+        replayed=replayed,
+        replay_max_age=config.algorithm.replay_max_age_versions if replayed else 0,
     )
 
 

@@ -76,6 +76,7 @@ class PrepareAttempts:
     version: int | None
     bound: int | None
     turn_credits: TurnCredits
+    replayed: frozenset[str]
 
     def apply(self, trainer: Learner) -> PreparedBatch:
         """Makes the call on this process."""
@@ -86,6 +87,7 @@ class PrepareAttempts:
             version=self.version,
             bound=self.bound,
             turn_credits=self.turn_credits,
+            replayed=self.replayed,
         )
 
 

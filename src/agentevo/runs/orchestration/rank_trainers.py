@@ -9,7 +9,7 @@ publish and save them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -212,10 +212,17 @@ class RankRolloutTrainer(RankTrainer[Trainer | PreferenceTrainer]):
         version: int | None = None,
         bound: int | None = None,
         turn_credits: TurnCredits = MappingProxyType({}),
+        replayed: Collection[str] = (),
     ) -> PreparedBatch:
         """See RolloutTrainer.prepare."""
         command = PrepareAttempts(
-            self.name, list(trajectories), dict(baselines), version, bound, dict(turn_credits)
+            self.name,
+            list(trajectories),
+            dict(baselines),
+            version,
+            bound,
+            dict(turn_credits),
+            frozenset(replayed),
         )
         if isinstance(self._local, PreferenceTrainer):
             return command.apply(self._local)  # making pairs needs no model, so no other process

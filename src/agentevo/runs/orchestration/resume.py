@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentevo.config import RunConfig
-from agentevo.errors import CheckpointError, TrainingError
+from agentevo.config.tasks import smallest_group
+from agentevo.errors import CheckpointError, TrainingError, UnusableStoreError
 from agentevo.models import checkpoint_manifest as manifest
 from agentevo.observability.metrics import digests_by_step
 from agentevo.rollout.sampler import BASELINE
@@ -66,7 +67,7 @@ class ResumeChecks:
         self._head = read_head(self._folder)
         is_async = config.rollout.staleness > 0 or config.rollout.samplers > 0
         self._queues = is_async and command_of(config.run_dir) != "loop"
-        self._group_size = config.trainer.group_size
+        self._group_size = smallest_group(config)
         self.warnings: list[str] = []
 
         for name, digests in ({} if self._head is None else self._head.files).items():
@@ -207,12 +208,15 @@ class ResumeChecks:
         """The attempts of the repeated steps must be those that the steps were trained on. Attempts
         that wait for the next steps, or that evaluated the policy since, must be unchanged."""
         for record in steps:
-            stored = await self._read(trained_step=record.step)
             try:
-                StepPlan.of(record.step, record.record).restore_trained(
-                    row.trajectory for row in stored
+                plan = StepPlan.of(record.step, record.record)
+                stored = await with_retries(
+                    lambda: plan.read_trained(self._store, record.step),  # noqa: B023 (called at once)
+                    within_s=STORE_RETRY_S,
+                    what="checking the attempts to train on",
                 )
-            except TrainingError as error:
+                plan.restore_trained(stored)
+            except (TrainingError, UnusableStoreError) as error:
                 raise CheckpointError(
                     f"step {record.step} can't be repeated: {error}; {REMEDY}"
                 ) from error

@@ -133,6 +133,7 @@ class SynchronousRollouts(RolloutSource):
         trajectories = await self._parts.sampler.sample(
             tasks,
             attempts=config.trainer.group_size,
+            attempts_by_task=self._parts.tasks.attempts_of_step(step),
             temperature=config.sampling.temperature,
             split="train",
             step=step,

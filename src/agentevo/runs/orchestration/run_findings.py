@@ -30,7 +30,7 @@ def recipe_of(config: RunConfig, command: RunCommand = "train") -> Recipe:
         cancels_old=config.rollout.policy == "cancel",
         scorers=tuple(reward.title for reward in config.rewards),
         is_judged=bool(config.rewards) and isinstance(config.rewards[0], JudgeOptions),
-        plays_fixed_tasks=bool(config.tasks.train)
+        plays_fixed_tasks=bool(config.tasks.train or config.tasks.from_environment)
         and config.tasks.curriculum is None
         and not config.tasks.stages,
     )

@@ -9,12 +9,14 @@ before stale tokens are masked, from all attempts and all their tokens: a token 
 loses its gradient, but it still counts in the group's baseline. A token newer than the trainer can
 only come from a trainer that was killed before it committed a version that the engines already had.
 It raises TrainingError. All functions are pure functions of samples and trajectories.
-docs/asynchronous.md has the formulas of all metrics.
+docs/asynchronous.md has the formulas of all metrics. Replayed successes of earlier steps have a
+bound of their own, which was kept when they were chosen (runs/orchestration/success_replay.py):
+their tokens are never masked and do not count in the metrics of ages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -44,11 +46,16 @@ class _AgedTokens(NamedTuple):
 
 
 def mask_stale(
-    samples: Sequence[Sample], *, trainer_version: int, bound: int | None = None
+    samples: Sequence[Sample],
+    *,
+    trainer_version: int,
+    bound: int | None = None,
+    replayed: Collection[str] = (),
 ) -> tuple[list[Sample], dict[str, float]]:
     """Removes the trained tokens older than `bound` from the loss mask of the samples and from
     every column, and adds the column "age" for the others. A sample without remaining trained
-    tokens is left out. If `bound` is None, tokens of every age are trained.
+    tokens is left out. If `bound` is None, tokens of every age are trained. `replayed`: the ids of
+    trajectories whose tokens of every age are trained.
 
     Raises TrainingError for tokens without a version, or newer than the trainer.
     """
@@ -56,14 +63,16 @@ def mask_stale(
     aged = []
     for sample in samples:
         versions = sample.versions[sample.loss_mask]
-        aged.append(_ages_of(sample.trajectory_id, versions, trainer_version, bound))
+        own_bound = None if sample.trajectory_id in replayed else bound
+        aged.append(_ages_of(sample.trajectory_id, versions, trainer_version, own_bound))
 
     fresh_samples = [
         _only(sample, tokens)
         for sample, tokens in zip(samples, aged, strict=True)
         if tokens.fresh.any()
     ]
-    return fresh_samples, _metrics(aged, bound)
+    sampled = [tokens for tokens in aged if tokens.trajectory_id not in replayed]
+    return fresh_samples, _metrics(sampled, bound)
 
 
 def leave_out_stale(
@@ -88,6 +97,12 @@ def leave_out_stale(
         aged.append(tokens._replace(fresh=np.full(len(versions), tokens.fresh.all())))
 
     return fresh_trajectories, dropped, _metrics(aged, bound)
+
+
+def age_of_oldest(trajectory: Trajectory, *, trainer_version: int) -> int:
+    """The age of the trajectory's oldest token; 0 without tokens."""
+    versions = (version for turn in trajectory.turns for version in turn.versions)
+    return trainer_version - min(versions, default=trainer_version)
 
 
 def age_sums(weights: torch.Tensor, ages: torch.Tensor) -> dict[str, float]:

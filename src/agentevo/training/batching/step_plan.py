@@ -13,13 +13,15 @@ records (runs/folder/chain.py) protects the plan itself.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
+from msgspec.structs import replace
 
 from agentevo.errors import TrainingError
 from agentevo.store.codec import content_digest
+from agentevo.store.store import Store
 from agentevo.training.batching.shaping import PART, with_final_reward
 from agentevo.types import Trajectory
 
@@ -33,7 +35,14 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """See the module."""
 
     ids: list[str]
-    """The trajectories' ids, in the order of training."""
+    """The ids of the step's own trajectories, in the order of training."""
+    replayed: list[str] = []
+    """The ids of successes of earlier steps, which are trained on after `ids`, in this order
+    (algorithm.replay_successes)."""
+    replayed_groups: dict[str, str] = {}
+    """Id of each of these -> the group that it joins."""
+    replay_max_age: int = 0
+    """The bound on the age of their tokens, in place of `staleness`."""
     dropped: dict[str, list[str]] = {}
     """Reason -> the ids of the trajectories that the step did not train on."""
     rewards: dict[str, float] = {}
@@ -69,16 +78,22 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         masked_tokens: int = 0,
         credit: str = "",
         dropped: Mapping[str, str] | None = None,
+        replayed: Collection[str] = (),
+        replay_max_age: int = 0,
     ) -> Self:
         """Makes the plan of trajectories that are in training order and have their final rewards.
-        `earned`: id -> reward in the store. `dropped`: id -> reason."""
+        `earned`: id -> reward in the store. `dropped`: id -> reason. `replayed`: ids of the last
+        trajectories, which are successes of earlier steps, in the groups that they join."""
         digests = [content_digest(t) for t in trained]
         reasons: dict[str, list[str]] = {}
         for name, reason in (dropped or {}).items():
             reasons.setdefault(reason, []).append(name)
 
         return cls(
-            ids=[t.id for t in trained],
+            ids=[t.id for t in trained if t.id not in replayed],
+            replayed=[t.id for t in trained if t.id in replayed],
+            replayed_groups={t.id: t.group_id for t in trained if t.id in replayed},
+            replay_max_age=replay_max_age,
             dropped=reasons,
             rewards={
                 t.id: t.reward
@@ -116,21 +131,32 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         record: dict[str, Any] = msgspec.to_builtins(self)
         return record
 
+    @property
+    def trained_ids(self) -> list[str]:
+        """The ids of all trajectories of the step, in the order of training."""
+        return [*self.ids, *self.replayed]
+
+    async def read_trained(self, store: Store, step: int) -> list[Trajectory]:
+        """The trajectories of the plan of this step as the store has them, in any order. Raises
+        UnusableStoreError if a replayed one is gone."""
+        rows = [row.trajectory async for row in store.trajectories(trained_step=step)]
+        return rows + [await store.trajectory(name) for name in self.replayed]
+
     def restore_trained(self, stored: Iterable[Trajectory]) -> list[Trajectory]:
         """The trajectories in the order and with the final rewards of the training step. Raises
         TrainingError if one is missing or differs."""
         by_id = {t.id: t for t in stored}
-        missing = [name for name in self.ids if name not in by_id]
+        missing = [name for name in self.trained_ids if name not in by_id]
         if missing:
             raise TrainingError(
                 f"the plan names {missing[0]!r} (and {len(missing) - 1} more), which the store "
                 "does not have"
             )
 
-        trajectories = [self.final(by_id[name]) for name in self.ids]
+        trajectories = [self.final(by_id[name]) for name in self.trained_ids]
         digests = [content_digest(t) for t in trajectories]
         if _whole(digests) != self.digest:
-            pairs = zip(self.ids, self.digests, digests, strict=False)
+            pairs = zip(self.trained_ids, self.digests, digests, strict=False)
             altered = [name for name, was, now in pairs if now.hex()[:SHOWN] != was]
             which = f"{altered[0]!r} (and {len(altered) - 1} more)" if altered else "their order"
             raise TrainingError(
@@ -140,13 +166,23 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
         return trajectories
 
+    def check_unchanged(self, stored: Trajectory) -> None:
+        """Raises TrainingError if a trajectory of the plan is not what the step trained on."""
+        digests = dict(zip(self.trained_ids, self.digests, strict=False))
+        digest = content_digest(self.final(stored)).hex()[:SHOWN]
+        if self.digests and digests.get(stored.id) != digest:
+            raise TrainingError(
+                f"trajectory {stored.id!r} in the store is not the one that was trained on: "
+                "restore the store from a copy (`agentevo audit` lists what was changed)"
+            )
+
     def final(self, stored: Trajectory) -> Trajectory:
-        """A trajectory of the plan with its final reward."""
-        return (
-            with_final_reward(stored, self.rewards[stored.id])
-            if stored.id in self.rewards
-            else stored
-        )
+        """A trajectory of the plan with its final reward, in the group that it joined."""
+        if stored.id in self.replayed_groups:
+            stored = replace(stored, group_id=self.replayed_groups[stored.id])
+        if stored.id in self.rewards:
+            stored = with_final_reward(stored, self.rewards[stored.id])
+        return stored
 
 
 def plan_digest(trajectories: Iterable[Trajectory]) -> str:
