@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any, ClassVar
 
 import gymnasium
@@ -43,7 +44,7 @@ class Calls(Unicode):
 class Page(gymnasium.Env[Any, str]):
     """A page with the buttons 12 and 13. The seed chooses the right one."""
 
-    metadata: ClassVar[Any] = {"render_modes": None}
+    metadata: ClassVar[Any] = {"render_modes": None}  # type: ignore[misc]
     observation_space: ClassVar[Any] = spaces.Dict(  # type: ignore[misc]
         {
             "goal": Unicode(),
@@ -91,7 +92,7 @@ class Torn(Page):
 def _registered() -> Any:
     worlds = (Page, Playable, Torn)
     for world in worlds:
-        gymnasium.register(f"browser/AgentEvo{world.__name__}-v0", entry_point=world)
+        gymnasium.register(f"browser/AgentEvo{world.__name__}-v0", entry_point=partial(world))
     yield
     for world in worlds:
         del gymnasium.registry[f"browser/AgentEvo{world.__name__}-v0"]
@@ -101,8 +102,12 @@ def page(world: str = "Page", **options: Any) -> GymnasiumConfig:
     return GymnasiumConfig(id=f"browser/AgentEvo{world}-v0", **options)
 
 
+def reset(config: GymnasiumConfig) -> Any:
+    return make(config).reset(seed=1)[0]
+
+
 def test_chosen_fields_in_their_order_and_pictures_before_them() -> None:
-    environment = make(
+    environment: Any = make(
         page(observation_fields=("last_action_error", "goal"), image_fields=("screenshot",))
     )
     assert environment.config.shows_images
@@ -124,16 +129,16 @@ def test_chosen_fields_in_their_order_and_pictures_before_them() -> None:
 
 
 def test_one_field_is_shown_alone_and_pictures_are_resized() -> None:
-    goal = make(page(observation_fields=("goal",))).reset(seed=1)[0]
+    goal = reset(page(observation_fields=("goal",)))
     assert goal.startswith("Do click")
 
-    options = {"observation_fields": ("goal",), "image_fields": ("screenshot",)}
-    shown, _ = make(page(image_size=(3, 2), **options)).reset(seed=1)
+    options: dict[str, Any] = {"observation_fields": ("goal",), "image_fields": ("screenshot",)}
+    shown = reset(page(image_size=(3, 2), **options))
     assert shown.images[0].shape == (2, 3, 3)
 
 
 def test_all_but_the_pictures_are_shown_if_no_field_is_chosen() -> None:
-    shown, _ = make(page(image_fields=("screenshot",))).reset(seed=1)
+    shown = reset(page(image_fields=("screenshot",)))
     assert [line.partition(":")[0] for line in shown.text.splitlines()] == [
         "goal", "open_pages_urls", "axtree_object", "last_action_error", "elapsed_time",
     ]  # fmt: skip
@@ -144,7 +149,10 @@ def test_all_but_the_pictures_are_shown_if_no_field_is_chosen() -> None:
     [
         ({}, r"any number of numbers in one list in its field 'screenshot'.*its fields \(.*goal"),
         ({"observation_fields": ["screenshot"]}, "any number of numbers"),
-        ({"observation_fields": ["gaol"]}, r"observation_fields: .* no field 'gaol': it has .*goal"),
+        (
+            {"observation_fields": ["gaol"]},
+            r"observation_fields: .* no field 'gaol': it has .*goal",
+        ),
         ({"image_fields": ["picture"]}, "image_fields: an observation of .* no field 'picture'"),
         ({"id": "FrozenLake-v1", "image_fields": ["a"]}, r"no field 'a': it has none, it is Discr"),
     ],
@@ -160,21 +168,21 @@ def test_fields_are_refused_where_nothing_of_the_observation_is_shown() -> None:
 
 
 def test_a_picture_of_another_form_fails_the_attempt() -> None:
-    environment = make(page("Torn", image_fields=("screenshot",)))
+    environment: Any = make(page("Torn", image_fields=("screenshot",)))
     with pytest.raises(EnvironmentFailure, match=r"'screenshot' .* is \[4, 6, 3\] of float32"):
         environment.reset(seed=1)
 
 
 def test_a_missing_field_fails_the_attempt() -> None:
-    environment = make(page(observation_fields=("goal",)))
+    environment: Any = make(page(observation_fields=("goal",)))
     environment.reset(seed=1)
-    environment._world.unwrapped._seen = lambda: {"url": ""}  # type: ignore[attr-defined]
+    environment._world.unwrapped._seen = lambda: {"url": ""}
     with pytest.raises(EnvironmentFailure, match="has no field 'goal', only url"):
         environment.step("jump")
 
 
 def test_a_random_player_draws_from_a_space_of_another_package() -> None:
-    environment = make(page("Playable", observation_fields=("goal",)))
+    environment: Any = make(page("Playable", observation_fields=("goal",)))
     environment.reset(seed=1)
     drawn = {environment.random_action(random.Random(seed)) for seed in range(20)}
     assert drawn == {"click('12')", "click('13')"}
@@ -182,6 +190,6 @@ def test_a_random_player_draws_from_a_space_of_another_package() -> None:
         random.Random(5)
     )
 
-    silent = make(page(observation_fields=("goal",)))
+    silent: Any = make(page(observation_fields=("goal",)))
     with pytest.raises(EnvironmentFailure, match="has no random player"):
         silent.random_action(random.Random(0))
