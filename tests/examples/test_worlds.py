@@ -67,10 +67,16 @@ def test_a_world_trains(group, example, tmp_path):
 def test_browsergym_plays_through_gymnasium(tmp_path):
     """Two attempts at once, each with browsers of its own."""
     require_chromium()
+    short = ("trainer.steps=1", "trainer.groups_per_step=1", "trainer.group_size=2")
     ran(
-        *(python_of("browsergym"), "-m", "agentevo", "train", FOLDER / "browsergym.yaml"),
-        *(f"run.dir={tmp_path}/run", "trainer.steps=1", "trainer.groups_per_step=1"),
-        *("trainer.group_size=2", "evaluation.tasks=1", "run.threads=1"),
+        python_of("browsergym"),
+        "-m",
+        "agentevo",
+        "train",
+        FOLDER / "browsergym.yaml",
+        f"run.dir={tmp_path}/run",
+        "evaluation.tasks=1",
+        *short,
     )
     attempts = agentevo_trajectories(tmp_path / "run")
     assert len(attempts) == 2
