@@ -13,9 +13,8 @@ from agentevo.environments import make, mean_baselines
 from agentevo.environments.gymnasium_adapter import (
     GymnasiumConfig,
     GymnasiumEnvironment,
-    as_text,
-    picture_as_text,
 )
+from agentevo.environments.gymnasium_views import as_text, picture_as_text
 from agentevo.environments.step_results import read_step
 from agentevo.errors import ConfigError
 

@@ -139,7 +139,7 @@ def test_estimated_rates_render_nothing():
     ("world", "words"),
     [
         ("Unpainted", r"can't be rendered .*gymnasium\[toy-text\]"),
-        ("Grey", r"rendered \[4, 6\] of uint8, not uint8 \[H, W, 3\]"),
+        ("Grey", r"a frame of .* is \[4, 6\] of uint8, not uint8 \[H, W, 3\]"),
         ("Dull", "renders as human, and not as rgb_array: set environment.observation=auto"),
     ],
 )
@@ -151,7 +151,7 @@ def test_a_world_that_cannot_be_rendered_is_refused_before_it_is_played(world, w
 def test_a_frame_of_another_form_fails_the_episode():
     environment = make(lamp())
     environment._world.unwrapped.render = lambda: None
-    with pytest.raises(EnvironmentFailure, match="rendered a NoneType"):
+    with pytest.raises(EnvironmentFailure, match="is a NoneType, not uint8"):
         environment.reset(seed=0)
 
 

@@ -202,6 +202,15 @@ def test_a_screenshot_comes_before_the_text(server, form):
     environment.close()
 
 
+def test_chosen_fields_are_shown_in_their_order(server):
+    _, first = playing(server, seen("a", score=3), observation_fields=["score", "hint"])
+    assert first == "score: 3\nhint: a"
+    _, first = playing(server, seen("a", score=3), observation_fields=["hint"])
+    assert first == "a"
+    with pytest.raises(EnvironmentFailure, match="no field 'gaol'"):
+        playing(server, seen("a"), observation_fields=["gaol"])
+
+
 def test_content_blocks_are_shown_in_place(server):
     blocks = [
         {"type": "text", "text": "Look: "},

@@ -1,4 +1,4 @@
-"""Other people's worlds with their real packages: environments of verifiers, an OpenEnv server."""
+"""Other people's worlds with their real packages: verifiers, an OpenEnv server, BrowserGym."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from browser_site import require_chromium
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "frameworks"
@@ -61,6 +62,25 @@ def test_a_world_trains(group, example, tmp_path):
     assert all(
         attempt["parents"][0] is None and None not in attempt["parents"][1:] for attempt in attempts
     )
+
+
+def test_browsergym_plays_through_gymnasium(tmp_path):
+    """Two attempts at once, each with browsers of its own."""
+    require_chromium()
+    short = ("trainer.steps=1", "trainer.groups_per_step=1", "trainer.group_size=2")
+    ran(
+        python_of("browsergym"),
+        "-m",
+        "agentevo",
+        "train",
+        FOLDER / "browsergym.yaml",
+        f"run.dir={tmp_path}/run",
+        "evaluation.tasks=1",
+        *short,
+    )
+    attempts = agentevo_trajectories(tmp_path / "run")
+    assert len(attempts) == 2
+    assert all(attempt["status"] == "completed" for attempt in attempts)
 
 
 def agentevo_trajectories(folder: Path) -> list[dict]:

@@ -1,13 +1,15 @@
 """Any Gymnasium environment as a text environment.
 
 Observations: texts stay unchanged. An environment that renders as `ansi` shows that picture (a
-highlighted cell becomes `[cell]`). Other spaces are written as text. `image` shows the frame that
-the environment renders as `rgb_array`, and an observation in a form with images (observation.py)
-shows its own. Actions: a Discrete space
-accepts the action's name (`action_names`, default its number), and a Text space accepts any text
-that it contains. Box, Dict and the other structured spaces accept JSON (json_actions.py). If a text
-is not such an action, the player sees the reason. The action limit is `max_actions`. Gymnasium's
-own time limit is off. The old API of gym works too (step_results.py).
+highlighted cell becomes `[cell]`). Other spaces are written as text; of a Dict, the recipe can
+choose the fields, and which of them are pictures. `image` shows the frame that the environment
+renders as `rgb_array`, and an observation in a form with images (observation.py) shows its own.
+
+Actions: a Discrete space accepts the action's name (`action_names`, default its number), and a
+space of texts accepts any text that it contains. Box, Dict and the other structured spaces accept
+JSON (json_actions.py). If a text is not such an action, the player sees the reason. The action
+limit is `max_actions`. Gymnasium's own time limit is off. The old API of gym works too
+(step_results.py).
 
 Success is the environment's `info["success"]` or `info["is_success"]`, else `success_on` decides.
 If the environment publishes its transitions (`env.unwrapped.P`, as Gymnasium's toy texts do), the
@@ -20,9 +22,8 @@ from __future__ import annotations
 import inspect
 import math
 import random
-import re
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, Self
 
 import gymnasium
 import numpy as np
@@ -32,6 +33,12 @@ from gymnasium import spaces
 from agentevo.environments.environment import EnvironmentConfig, environments
 from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment, choose
 from agentevo.environments.gymnasium_frames import RENDER_MODE, check_frames, render_frame
+from agentevo.environments.gymnasium_views import (
+    GymnasiumView,
+    as_text,
+    picture_as_text,
+    view_fields,
+)
 from agentevo.environments.json_actions import (
     ActionError,
     can_be_said,
@@ -39,20 +46,12 @@ from agentevo.environments.json_actions import (
     read_action,
     write_action,
 )
-from agentevo.environments.observation import (
-    Observation,
-    Shown,
-    blocks_of,
-    has_form,
-    read_observation,
-)
+from agentevo.environments.observation import Shown, has_form
 from agentevo.environments.planning import SuccessTables, random_play_success
 from agentevo.environments.step_results import read_reset, read_step
 from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.types import Baselines
 
-HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
-ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 MAX_TABLE_STATES = 2000
 """The maximum number of states of a dense transition table."""
 SAMPLED_PLAYS = 100
@@ -77,63 +76,35 @@ class GymnasiumConfig(EnvironmentConfig):
     """`text`: the observation as text. `ansi`: the rendered characters. `auto`: the characters if
     the environment renders some and the observation is not a text. `image`: the rendered frame
     (`rgb_array`), which needs no display. `both`: the frame and the observation as text."""
+    observation_fields: tuple[str, ...] = ()
+    """The fields of a Dict observation that are written as text, in this order: one alone, several
+    as lines `field: value`. Empty: all but `image_fields`."""
+    image_fields: tuple[str, ...] = ()
+    """The fields of a Dict observation that are pictures (uint8 [H, W, 3]). The player sees them
+    before the text."""
     image_size: tuple[pydantic.PositiveInt, pydantic.PositiveInt] | None = None
-    """The width and height that a frame is resized to, in pixels. None: as it is rendered."""
+    """The width and height that frames and pictures are resized to, in pixels. None: as they
+    are."""
     success_on: Literal["reward", "termination"] = "reward"
     """Whether an ended episode succeeded if its last reward was positive (`reward`), or in any case
     (`termination`)."""
 
+    @pydantic.model_validator(mode="after")
+    def _check_fields(self) -> Self:
+        if self.chooses_fields and self.observation in ("ansi", "image"):
+            raise ValueError(
+                f"observation={self.observation} shows no fields: leave observation_fields and "
+                "image_fields out, or set observation to text or both"
+            )
+        return self
+
+    @property
+    def chooses_fields(self) -> bool:
+        return bool(self.observation_fields or self.image_fields)
+
     @property
     def shows_images(self) -> bool:
-        return self.observation in ("image", "both")
-
-
-def as_text(observation: object) -> str:
-    """An observation of any Gymnasium space as text."""
-    if isinstance(observation, dict):
-        return "\n".join(f"{key}: {as_text(value)}" for key, value in observation.items())
-    if isinstance(observation, tuple | list):
-        return ", ".join(as_text(value) for value in observation)
-
-    if isinstance(observation, np.ndarray):
-        if observation.ndim == 0:
-            return as_text(observation.item())
-        return ("\n" if observation.ndim > 1 else " ").join(as_text(row) for row in observation)
-
-    if isinstance(observation, float | np.floating):
-        return f"{float(observation):.4g}"
-
-    return str(observation)
-
-
-def picture_as_text(picture: str) -> str:
-    """A rendering without terminal colours. Coloured cells are in brackets."""
-    return ESCAPE.sub("", HIGHLIGHT.sub(r"[\1]", picture)).rstrip("\n")
-
-
-class GymnasiumView(NamedTuple):
-    """What the player sees of a state."""
-
-    text: str = ""
-    frame: np.ndarray | None = None  # uint8 [H, W, 3]
-    form: Any = None
-    """The observation itself, if it has a form with images."""
-
-    def differs(self, other: GymnasiumView) -> bool:
-        """Whether the player can see a difference. Unknown for a form, so true."""
-        if self.text != other.text or self.form is not None:
-            return True
-        if self.frame is None or other.frame is None:
-            return self.frame is not other.frame
-        return not np.array_equal(self.frame, other.frame)
-
-    def with_problem(self, problem: str) -> Shown:
-        """The view after the reason why the last action was invalid, which may be empty."""
-        text = f"{problem}\n{self.text}" if problem else self.text
-        if self.form is not None:
-            told = [{"type": "text", "text": f"{problem}\n"}] if problem else []
-            return [*told, *blocks_of(read_observation(self.form, "step"))]
-        return text if self.frame is None else Observation(text, [self.frame])
+        return self.observation in ("image", "both") or bool(self.image_fields)
 
 
 Transitions = dict[int, dict[int, list[tuple[float, int, float, bool]]]]
@@ -156,13 +127,24 @@ def transition_tables(published: Transitions, num_actions: int, success_on: str)
     return SuccessTables(win, move)
 
 
-def _longest_list(space: spaces.Space[Any] | None) -> int:
-    """The size of the largest array in an observation of this space."""
+def _longest_list(space: spaces.Space[Any]) -> float:
+    """The size of the largest array in an observation of this space. Infinite for an array of any
+    size, as BrowserGym's screenshots are."""
     if isinstance(space, spaces.Dict):
         return max(map(_longest_list, space.spaces.values()), default=0)
     if isinstance(space, spaces.Tuple):
         return max(map(_longest_list, space.spaces), default=0)
-    return math.prod(space.shape) if isinstance(space, spaces.Box) else 0
+    shape = space.shape or ()
+    return math.inf if any(size < 0 for size in shape) else math.prod(shape)
+
+
+def _takes_text(space: spaces.Space[Any]) -> bool:
+    """Whether actions are texts: of a Text space, or of a space of another package that contains
+    them, as BrowserGym's Unicode does."""
+    if isinstance(space, spaces.Text):
+        return True
+    is_foreign = type(space).__module__.partition(".")[0] != gymnasium.__name__
+    return is_foreign and not can_be_said(space) and space.contains("text")
 
 
 def _reset_names(world: gymnasium.Env[Any, Any]) -> set[str]:
@@ -189,20 +171,15 @@ class GymnasiumEnvironment(EpisodicEnvironment):
             self._world = self._world.unwrapped
 
         space = self._world.action_space
-        if not can_be_said(space):
+        self._has_texts = _takes_text(space)
+        if not self._has_texts and not can_be_said(space):
             raise ConfigError(
                 f"gymnasium: {config.id} takes {space}; only actions of Discrete, Text, Box, "
                 "MultiDiscrete, MultiBinary, Dict and Tuple can be written as text"
             )
 
-        longest = _longest_list(self._world.observation_space)
-        if longest > MAX_SHOWN_NUMBERS and self._is_written:
-            raise ConfigError(
-                f"gymnasium: an observation of {config.id} has {longest} numbers in one list, "
-                f"as a picture has, and at most {MAX_SHOWN_NUMBERS} can be written as text: set "
-                "environment.observation=image to show its frames, or wrap the environment so "
-                "that its observation is a text"
-            )
+        self._check_fields()
+        self._check_size()
 
         if config.action_names and not isinstance(space, spaces.Discrete):
             raise ConfigError(
@@ -225,13 +202,50 @@ class GymnasiumEnvironment(EpisodicEnvironment):
                     f"has {space.n} actions: name each"
                 )
 
-        self._is_structured = not self._names and not isinstance(space, spaces.Text)
+        self._is_structured = not self._names and not self._has_texts
 
         published = getattr(self._world.unwrapped, "P", None)
         has_table = (
             isinstance(published, dict) and bool(self._names) and len(published) <= MAX_TABLE_STATES
         )
         self._published: Transitions | None = published if has_table else None
+
+    def _check_fields(self) -> None:
+        config, space = self.config, self._world.observation_space
+        names = tuple(space.spaces) if isinstance(space, spaces.Dict) else ()
+        for key in ("observation_fields", "image_fields"):
+            for field in getattr(config, key):
+                if field not in names:
+                    raise ConfigError(
+                        f"gymnasium: environment.{key}: an observation of {config.id} has no field "
+                        f"{field!r}: it has {', '.join(names) or f'none, it is {space}'}"
+                    )
+
+    def _check_size(self) -> None:
+        """Refuses observations of which a part is too large to be written as text."""
+        config, space = self.config, self._world.observation_space
+        parts = space.spaces if isinstance(space, spaces.Dict) else {"": space}
+        for field, part in parts.items():
+            is_shown = field not in config.image_fields
+            if config.observation_fields:
+                is_shown = field in config.observation_fields
+
+            longest = _longest_list(part)
+            if longest <= MAX_SHOWN_NUMBERS or not is_shown or not self._is_written:
+                continue
+
+            where = f" in its field {field!r}" if field else ""
+            fields = (
+                f"choose from its fields ({', '.join(parts)}) by environment.observation_fields, "
+                "and name its pictures in environment.image_fields; or "
+            )
+            raise ConfigError(
+                f"gymnasium: an observation of {config.id} has "
+                f"{longest if longest < math.inf else 'any number of'} numbers in one list{where}, "
+                f"as a picture has, and at most {MAX_SHOWN_NUMBERS} can be written as text: "
+                f"{fields if field else ''}set environment.observation=image to show its frames, "
+                "or wrap the environment so that its observation is a text"
+            )
 
     @cached_property
     def _tables(self) -> SuccessTables | None:
@@ -254,11 +268,12 @@ class GymnasiumEnvironment(EpisodicEnvironment):
             if self._has_frames:
                 options = {"render_mode": RENDER_MODE, **options}
             environment = gymnasium.make(config.id, **options)
-            drawable = "ansi" in environment.metadata.get("render_modes", []) and not isinstance(
+            modes = environment.metadata.get("render_modes") or ()
+            drawable = "ansi" in modes and not isinstance(
                 environment.observation_space, spaces.Text
             )
             self._drawn = config.observation == "ansi" or (
-                config.observation == "auto" and drawable
+                config.observation == "auto" and drawable and not config.chooses_fields
             )
             self._is_written = not self._drawn and config.observation != "image"
             if not self._drawn:
@@ -305,15 +320,26 @@ class GymnasiumEnvironment(EpisodicEnvironment):
 
     def _look(self, observation: object) -> GymnasiumView:
         config = self.config
-        if self._is_written and not self._has_frames and has_form(observation):
+        is_whole = self._is_written and not config.chooses_fields
+        if is_whole and not self._has_frames and has_form(observation):
             return GymnasiumView(form=observation)
 
-        frame = (
-            render_frame(config.id, self._world, config.image_size) if self._has_frames else None
+        frames: tuple[np.ndarray, ...] = ()
+        if self._has_frames:
+            frames = (render_frame(config.id, self._world, config.image_size),)
+        if not self._is_written:
+            return GymnasiumView(self._characters() if self._drawn else "", frames)
+        if is_whole:
+            return GymnasiumView(as_text(observation), frames)
+
+        view = view_fields(
+            config.id,
+            observation,
+            config.observation_fields,
+            config.image_fields,
+            config.image_size,
         )
-        if self._is_written:
-            return GymnasiumView(as_text(observation), frame)
-        return GymnasiumView(self._characters() if self._drawn else "", frame)
+        return view._replace(images=frames + view.images)
 
     def _characters(self) -> str:
         """The state as the world renders it for a terminal."""
@@ -339,9 +365,7 @@ class GymnasiumEnvironment(EpisodicEnvironment):
                 self._problem = f"Invalid action: {error}."
         elif isinstance(self._world.action_space, spaces.Discrete) and move is not None:
             move += int(self._world.action_space.start)
-        elif isinstance(
-            self._world.action_space, spaces.Text
-        ) and self._world.action_space.contains(action):
+        elif self._has_texts and self._world.action_space.contains(action):
             move = action
 
         if move is None:
@@ -365,7 +389,14 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         if self._names:
             return rng.choice(self._names)
         self._world.action_space.seed(rng.randrange(2**31))
-        sample = self._world.action_space.sample()
+        try:
+            sample = self._world.action_space.sample()
+        except NotImplementedError as error:
+            raise EnvironmentFailure(
+                f"gymnasium: {self.config.id} has no random player: its actions "
+                f"{self._world.action_space} can't be drawn, so wrap it with a space that has "
+                "sample()"
+            ) from error
         return write_action(sample) if self._is_structured else str(sample)
 
     def optimal_action(self) -> str | None:

@@ -33,7 +33,7 @@ def check_frames(name: str, world: gymnasium.Env[Any, Any], reset: Any) -> None:
     for variable, value in _NO_DISPLAY.items():
         os.environ.setdefault(variable, value)
 
-    modes = world.metadata.get("render_modes", [])
+    modes = world.metadata.get("render_modes") or ()
     if RENDER_MODE not in modes:
         raise ConfigError(
             f"gymnasium: {name} renders as {', '.join(modes) or 'nothing'}, and not as "
@@ -56,19 +56,23 @@ def check_frames(name: str, world: gymnasium.Env[Any, Any], reset: Any) -> None:
 def render_frame(
     name: str, world: gymnasium.Env[Any, Any], size: tuple[int, int] | None
 ) -> np.ndarray:
-    """The frame as a copy, uint8 [H, W, 3], resized to the (width, height) `size`. Raises
-    EnvironmentFailure for a frame of another form."""
+    """The frame as a copy, see `checked_pixels`."""
+    return checked_pixels(f"gymnasium: a frame of {name}", world.render(), size)
+
+
+def checked_pixels(what: str, pixels: Any, size: tuple[int, int] | None) -> np.ndarray:
+    """The pixels as a copy, uint8 [H, W, 3], resized to the (width, height) `size`. Raises
+    EnvironmentFailure for another form."""
     import PIL.Image
 
-    frame: Any = world.render()
-    is_array = isinstance(frame, np.ndarray)
-    if not is_array or frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
-        what = f"{list(frame.shape)} of {frame.dtype}" if is_array else f"a {type(frame).__name__}"
-        raise EnvironmentFailure(
-            f"gymnasium: {name} rendered {what}, not uint8 [H, W, 3] as {RENDER_MODE} is"
+    is_array = isinstance(pixels, np.ndarray)
+    if not is_array or pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+        form = (
+            f"{list(pixels.shape)} of {pixels.dtype}" if is_array else f"a {type(pixels).__name__}"
         )
+        raise EnvironmentFailure(f"{what} is {form}, not uint8 [H, W, 3]")
 
-    if size is None or size == frame.shape[1::-1]:
-        return frame.copy()
-    image = PIL.Image.fromarray(frame).resize(size, PIL.Image.Resampling.BOX)
+    if size is None or size == pixels.shape[1::-1]:
+        return pixels.copy()
+    image = PIL.Image.fromarray(pixels).resize(size, PIL.Image.Resampling.BOX)
     return np.asarray(image)

@@ -57,8 +57,9 @@ class OpenEnvConfig(EnvironmentConfig):
     action_field: str | None = None
     """The field of an action that receives the player's text. Default: the only field, or the only
     required field. If there are several, the player writes a JSON object."""
-    observation_field: str | None = None
-    """The field of an observation that the player sees. Default: all fields."""
+    observation_fields: tuple[str, ...] = ()
+    """The fields of an observation that are written as text, in this order: one alone, several as
+    lines `field: value`. Empty: all but `image_fields`."""
     image_fields: tuple[str, ...] = ()
     """The fields of an observation that are images, which the player sees before the text: a file
     in base64, a data URL, or rows of pixels. Lists of content blocks need no entry here."""
@@ -233,7 +234,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
             self._has_reward = True
 
         self._shown = shown_observation(
-            observation, self.config.observation_field, self.config.image_fields, is_last=done
+            observation, self.config.observation_fields, self.config.image_fields, is_last=done
         )
         return float(reward or 0.0), done
 

@@ -23,11 +23,15 @@ Blocks = list[Mapping[str, Any]]
 
 
 def shown_observation(
-    observation: Mapping[str, Any], field: str | None, image_fields: Sequence[str], *, is_last: bool
+    observation: Mapping[str, Any],
+    fields: Sequence[str],
+    image_fields: Sequence[str],
+    *,
+    is_last: bool,
 ) -> str | Blocks:
-    """The observation as text, or as content blocks if it has images. `field` is the only field
-    shown, besides the images. `is_last`: the episode has ended, and needs no images. Raises
-    EnvironmentFailure for a missing field, and for a value that is no image."""
+    """The observation as text, or as content blocks if it has images. `fields` are those that are
+    shown besides the images; if empty, all are. `is_last`: the episode has ended, and needs no
+    images. Raises EnvironmentFailure for a missing field, and for a value that is no image."""
     blocks: Blocks = []
     for name in image_fields:
         value = _field(observation, name)
@@ -39,16 +43,18 @@ def shown_observation(
                 "images, or leave the field out of environment.image_fields"
             )
 
-    if field is not None:
-        blocks += [] if field in image_fields else _blocks(_field(observation, field))
-    else:
-        blocks += _lines(
-            {
-                name: value
-                for name, value in observation.items()
-                if name not in (*_OWN_FIELDS, *image_fields) and value is not None
-            }
-        )
+    shown_fields = (
+        {name: _field(observation, name) for name in fields}
+        if fields
+        else {
+            name: value
+            for name, value in observation.items()
+            if name not in _OWN_FIELDS and value is not None
+        }
+    )
+    blocks += _lines(
+        {name: value for name, value in shown_fields.items() if name not in image_fields}
+    )
 
     if any(is_image_part(block) for block in blocks):
         return blocks

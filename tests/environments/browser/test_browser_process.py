@@ -149,7 +149,7 @@ def test_a_gate_that_closes_during_a_connection_reports_no_problem() -> None:
             lambda _, problem: problems.append(problem)
         )
         gate = HostGate(permissions_for("http://127.0.0.1:9/", ()), lambda _: None)
-        _, writer = await asyncio.open_connection("127.0.0.1", await gate.open())
+        _, writer = await asyncio.open_connection("127.0.0.1", await gate.open("127.0.0.1"))
         async with asyncio.timeout(300):
             while not gate._tunnels:
                 await asyncio.sleep(0.01)

@@ -17,8 +17,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import pydantic
 
@@ -35,9 +36,24 @@ from agentevo.environments.browser.observation import make_observation
 from agentevo.environments.browser.page_rules import Rule, RuleBook
 from agentevo.environments.browser.page_session import ActionRefused, PageSession, PageSettings
 from agentevo.environments.browser.permissions import permissions_for
-from agentevo.environments.browser.process import CLOSE_S, find_chromium, shared_browser
+from agentevo.environments.browser.process import (
+    CLOSE_S,
+    BrowserProcess,
+    find_chromium,
+    shared_browser,
+)
+from agentevo.environments.browser.selenium_browser import (
+    SeleniumBrowser,
+    check_selenium,
+    start_driver,
+)
 from agentevo.environments.environment import EnvironmentConfig, TextEnvironment, environments
-from agentevo.errors import EnvironmentFailure
+from agentevo.errors import ConfigError, EnvironmentFailure
+
+if TYPE_CHECKING:
+    from selenium.webdriver.chrome.options import Options
+    from selenium.webdriver.chrome.service import Service
+    from selenium.webdriver.remote.webdriver import WebDriver
 
 T = TypeVar("T")
 
@@ -77,6 +93,15 @@ class PageConfig(EnvironmentConfig):
     executable: str = ""
     """The program of the browser, any Chromium. Empty: `chromium` or `google-chrome` in PATH, or
     Playwright's own."""
+    driver: Literal["playwright", "selenium"] = "playwright"
+    """What starts Chromium: Playwright, or Selenium (`agentevo[selenium]`), by chromedriver, on a
+    grid, or as `make_driver` of your own class does. Pages are the same."""
+    grid: str = ""
+    """With `driver: selenium`: the address of the Selenium Grid that starts Chromium, such as
+    `http://127.0.0.1:4444`. Empty: this machine does."""
+    gate_host: str = "127.0.0.1"
+    """The address of this machine through which pages reach hosts. If a grid's nodes are other
+    machines, one at which they reach this machine."""
 
     @pydantic.model_validator(mode="after")
     def _check_marks(self) -> Self:
@@ -85,6 +110,14 @@ class PageConfig(EnvironmentConfig):
                 f"marks are drawn on a screenshot, and observation={self.observation} has none: "
                 "set observation to screenshot or both"
             )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _check_grid(self) -> Self:
+        if self.grid and self.driver != "selenium":
+            raise ValueError("grid needs driver: selenium")
+        if self.grid and self.downloads:
+            raise ValueError("downloads stay on a grid's node: leave downloads or grid out")
         return self
 
     @property
@@ -165,7 +198,11 @@ class PageEnvironment(TextEnvironment):
         ConfigError, and MissingExtraError without Playwright."""
         super().__init__(config)
         self._permissions = permissions_for(url, allowed_hosts, folder)
-        self._executable = find_chromium(config.executable)
+        if config.grid and url.startswith("file:"):
+            raise ConfigError(
+                f"environment.grid: {url} is a file, which nodes of a grid can't read: serve it by "
+                "http, or leave grid out"
+            )
         self._size = size
         self._settings = PageSettings(
             url=url,
@@ -177,13 +214,34 @@ class PageEnvironment(TextEnvironment):
             popups=config.popups,
             downloads=config.downloads,
             max_text=config.max_text,
+            gate_host=config.gate_host,
         )
-        self._browser = shared_browser(self._executable)
+        self._browser = self._find_browser()
         self._session: PageSession | None = None
         self._running = False
         self._num_actions = 0
         self._seed = 0
         self._last_look: object = None
+
+    def _find_browser(self) -> BrowserProcess:
+        config = self.config
+        if config.driver == "playwright":
+            program = find_chromium(config.executable)
+            return shared_browser(program, lambda: BrowserProcess(program))
+
+        where = (config.executable, config.grid, config.gate_host)
+        check_selenium(config.executable, config.grid)
+        make_driver = partial(self.make_driver, config)
+        return shared_browser((type(self), *where), lambda: SeleniumBrowser(*where, make_driver))
+
+    @classmethod
+    def make_driver(
+        cls, config: PageConfig, options: Options, service: Service | None
+    ) -> WebDriver:
+        """Starts Chromium for `driver: selenium`, once for all episodes. Override it for a driver
+        of your own, which must start with the options: they close other hosts. The service is that
+        of chromedriver on this machine; None for a grid. AgentEvo ends the driver."""
+        return start_driver(config.grid, options, service)
 
     @property
     def task_instruction(self) -> str:

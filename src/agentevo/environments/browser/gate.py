@@ -45,9 +45,9 @@ class HostGate:
         self._server: asyncio.Server | None = None
         self._tunnels: set[asyncio.Task[None]] = set()
 
-    async def open(self) -> int:
-        """Begins to listen. Returns the port."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+    async def open(self, host: str) -> int:
+        """Begins to listen at an address of this machine. Returns the port."""
+        self._server = await asyncio.start_server(self._serve, host, 0)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 

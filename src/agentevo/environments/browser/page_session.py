@@ -66,6 +66,8 @@ class PageSettings:
     popups: Literal["close", "follow"]
     downloads: bool
     max_text: int
+    gate_host: str
+    """The address of this machine at which Chromium reaches the gate."""
 
 
 Box = tuple[float, float, float, float]
@@ -146,10 +148,19 @@ class PageSession:
     async def open(self, seed: int) -> None:
         """Opens the start URL in a new context. Raises EnvironmentFailure if it does not load."""
         settings = self._settings
-        port = await self._gate.open()
+        try:
+            port = await self._gate.open(settings.gate_host)
+        except OSError as error:
+            raise EnvironmentFailure(
+                f"environment.gate_host: {settings.gate_host} is no address of this machine: "
+                f"{error}"
+            ) from error
         context = await self._browser.open_context(
             # Addresses of this machine, too, are reached through the gate.
-            proxy={"server": f"socks5://127.0.0.1:{port}", "bypass": "<-loopback>"},
+            proxy={
+                "server": f"socks5://{settings.gate_host}:{port}",
+                "bypass": "<-loopback>",
+            },
             viewport={"width": settings.width, "height": settings.height},
             device_scale_factor=1,
             locale="en-US",

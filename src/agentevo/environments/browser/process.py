@@ -22,7 +22,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Hashable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,8 +41,6 @@ T = TypeVar("T")
 
 FLAGS = (
     "--disable-quic",
-    # Names are resolved by the gate of each context (gate.py), which is on this machine.
-    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
     "--no-first-run",
     "--disable-background-networking",
     "--disable-component-update",
@@ -53,6 +51,8 @@ FLAGS = (
     "--force-color-profile=srgb",
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
 )
+RESOLVER_FLAG = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE {}"
+"""Names are resolved by the gate of each context (gate.py), which is at this address."""
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LAUNCH_S = 120.0
 """The longest start of Chromium, in seconds."""
@@ -75,16 +75,9 @@ def find_chromium(executable: str) -> str:
     """The path of Chromium. `executable` is a recipe's choice, or empty: the program in PATH, then
     Playwright's own download (an empty path). Raises ConfigError, and MissingExtraError without
     Playwright."""
-    load_extra("playwright.async_api", "browser", "the environment `browser`")
-    if executable:
-        path = shutil.which(executable)
-        if path is None:
-            raise ConfigError(f"environment.executable: there is no program {executable!r}")
+    load_playwright()
+    if path := find_program(executable):
         return path
-
-    for name in PROGRAMS:
-        if path := shutil.which(name):
-            return path
 
     downloads = Path(
         os.environ.get("PLAYWRIGHT_BROWSERS_PATH") or Path.home() / ".cache/ms-playwright"
@@ -97,11 +90,30 @@ def find_chromium(executable: str) -> str:
     )
 
 
+def find_program(executable: str) -> str:
+    """The path of Chromium's program in PATH. Empty if there is none. Raises ConfigError without
+    `executable`, a recipe's choice."""
+    if executable:
+        path = shutil.which(executable)
+        if path is None:
+            raise ConfigError(f"environment.executable: there is no program {executable!r}")
+        return path
+    return next(filter(None, map(shutil.which, PROGRAMS)), "")
+
+
+def load_playwright() -> Any:
+    """Playwright's module. Raises MissingExtraError."""
+    return load_extra("playwright.async_api", "browser", "the environment `browser`")
+
+
 def driver_error() -> type[Exception]:
     """The base class of Playwright's exceptions."""
-    module = load_extra("playwright.async_api", "browser", "the environment `browser`")
-    error: type[Exception] = module.Error
+    error: type[Exception] = load_playwright().Error
     return error
+
+
+Environ = dict[str, str | float | bool]
+"""Variables of a process's environment."""
 
 
 class BrowserProcess:
@@ -188,23 +200,29 @@ class BrowserProcess:
             raise
 
     async def _launch(self) -> Browser:
-        module = load_extra("playwright.async_api", "browser", "the environment `browser`")
         self._tag = f"--agentevo-browser={uuid.uuid4().hex}"
-        flags = [*FLAGS, self._tag]
-        if os.geteuid() == 0:
-            flags.append("--no-sandbox")  # Chromium as root does not start without it
-
         folder = await in_thread(self._new_folder)
         is_short = len(os.fsencode(folder)) <= MAX_PLACE
-        self._playwright = await module.async_playwright().start()
+        self._playwright = await load_playwright().async_playwright().start()
+        environment: Environ | None = None
+        if is_short:
+            environment = {**os.environ, "TMPDIR": str(folder)}
+        self._browser = await self._open_browser(self._playwright, folder, environment)
+        return self._browser
+
+    async def _open_browser(
+        self, playwright: Playwright, folder: Path, environment: Environ | None
+    ) -> Browser:
+        """A new Chromium, with its files in the folder and, if `environment` is not None, with
+        these environment variables."""
         # `launch` has no option for the profile's folder. The context of this call
         # has one empty page, and no episode uses it.
-        context = await self._playwright.chromium.launch_persistent_context(
+        context = await playwright.chromium.launch_persistent_context(
             folder / "profile",
             artifacts_dir=folder / "artifacts",
-            env={**os.environ, "TMPDIR": str(folder)} if is_short else None,
+            env=environment,
             executable_path=self._executable or None,
-            args=flags,
+            args=[*self._flags("127.0.0.1"), *root_flags()],
             # At most one window for each action of the player, so that no loop floods us.
             ignore_default_args=["--disable-popup-blocking"],
             handle_sigint=False,
@@ -212,9 +230,11 @@ class BrowserProcess:
             handle_sighup=False,
             timeout=LAUNCH_S * 1000,
         )
-        self._browser = context.browser
-        assert self._browser is not None
-        return self._browser
+        assert context.browser is not None
+        return context.browser
+
+    def _flags(self, gate_host: str) -> list[str]:
+        return [*FLAGS, RESOLVER_FLAG.format(gate_host), self._tag]
 
     def _new_folder(self) -> Path:
         try:
@@ -295,6 +315,11 @@ class BrowserProcess:
             self._loop.close()
 
 
+def root_flags() -> list[str]:
+    """The flags without which Chromium as root does not start."""
+    return ["--no-sandbox"] if os.geteuid() == 0 else []
+
+
 def first_line(error: Exception) -> str:
     """The first line of an exception's message, at most 300 characters."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
@@ -320,17 +345,16 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-_shared: dict[tuple[int, str], BrowserProcess] = {}
+_shared: dict[tuple[int, Hashable], BrowserProcess] = {}
 _lock = threading.Lock()
 
 
-def shared_browser(executable: str) -> BrowserProcess:
-    """The Chromium of this process with this program."""
-    key = (os.getpid(), executable)
+def shared_browser(key: Hashable, make: Callable[[], BrowserProcess]) -> BrowserProcess:
+    """The Chromium of this process with this key."""
     with _lock:
-        if key not in _shared:
-            _shared[key] = BrowserProcess(executable)
-        return _shared[key]
+        if (os.getpid(), key) not in _shared:
+            _shared[os.getpid(), key] = make()
+        return _shared[os.getpid(), key]
 
 
 def close_browsers() -> None:
