@@ -20,6 +20,8 @@ from agentevo.runs.folder.creation import write_config
 from agentevo.runs.folder.resume_rules import changes, check_resume
 from agentevo.types import Message, Task
 
+CURRICULUM = ("tasks.from_environment=8", "tasks.curriculum.floor=0.1")
+MORE_ATTEMPTS = "tasks.curriculum.attempts=[2,100]"
 ONE_STEP = ("trainer.steps=1", "cold_start.episodes=8", "evaluation.every=0")
 
 
@@ -72,6 +74,8 @@ def test_another_run_is_not_resumed(change, of_one_step, small_config, quiet_vie
         (("rollout.samplers=1", "rollout.policy=mask"), "rollout.policy=wait"),
         (("rollout.staleness=1",), "trainer.groups_per_step=4"),
         (("rollout.samplers=1",), "trainer.group_size=8"),
+        (("rollout.staleness=1", *CURRICULUM), "tasks.curriculum.floor=0.2"),
+        (("rollout.staleness=1", *CURRICULUM), MORE_ATTEMPTS),
     ],
 )
 def test_what_tasks_are_queued_for_can_not_change(was, change, tmp_path, small_config):

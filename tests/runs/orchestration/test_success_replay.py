@@ -36,11 +36,20 @@ from agentevo.training.learner import PreparedBatch
 from agentevo.types import Task, Trajectory
 
 
-def attempts_at(task: str, step: int, rewards: Sequence[float]) -> list[Trajectory]:
+def attempts_at(
+    task: str, step: int, rewards: Sequence[float], *, truncated: bool = False
+) -> list[Trajectory]:
     """A group that was sampled for a step, at version step - 1. Every reward above 0 is a
     success."""
     return [
-        trajectory(task, number, version=step - 1, reward=value, success=value > 0)
+        trajectory(
+            task,
+            number,
+            version=step - 1,
+            reward=value,
+            success=value > 0,
+            truncated=truncated,
+        )
         for number, value in enumerate(rewards)
     ]
 
@@ -63,6 +72,8 @@ class Steps:
         self.tasks = TaskSource(self.config, [Task(id=f"t{n}") for n in range(3)])
         self.end = End()
         self.plans: list[StepPlan] = []
+        self.truncated = False
+        """Whether the attempts are cut by a limit."""
         self._digests = RowDigests(store)
         self._groups: list[Trajectory] = []
         self._collector = self.make_collector()
@@ -80,7 +91,7 @@ class Steps:
         self._groups = [
             attempt
             for task, values in rewards.items()
-            for attempt in attempts_at(task, step, values)
+            for attempt in attempts_at(task, step, values, truncated=self.truncated)
         ]
         await self.store.add_tasks([Task(id=task) for task in rewards], queue=False)
         await self.store.write_trajectories(self._groups, split="train", step=step)
@@ -200,6 +211,26 @@ def test_a_success_that_was_changed_since_is_not_replayed(tmp_path):
         )
         with pytest.raises(TrainingError, match="'t0/train@1#1' in the store is not the one"):
             await steps.run(t0=FAILED)
+
+    in_store(tmp_path, work)
+
+
+def test_a_failure_stays_where_the_success_may_no_longer_be_trained_on(tmp_path):
+    """The run was resumed with algorithm.drop_truncated=true since."""
+
+    async def work(steps: Steps) -> None:
+        steps.truncated = True
+        await steps.run(t0=MIXED)
+        successes = SuccessReplay(steps.config, steps.store, steps.tasks.given_id)
+        await successes.begin_step(2)
+        failures = attempts_at("t0", 2, FAILED)
+        assert await successes.replay(failures, 2) != ([], [])
+
+        algorithm = steps.config.algorithm.model_copy(update={"drop_truncated": True})
+        config = steps.config.model_copy(update={"algorithm": algorithm})
+        successes = SuccessReplay(config, steps.store, steps.tasks.given_id)
+        await successes.begin_step(2)
+        assert await successes.replay(failures, 2) == ([], [])
 
     in_store(tmp_path, work)
 

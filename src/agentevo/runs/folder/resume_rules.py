@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from agentevo.config import RunConfig, sources, with_defaults
@@ -102,7 +102,7 @@ def check_resume(
     )
     for key, values in changed.items():
         before, after = (without_passwords(repr(value)) for value in values)
-        if key in fixed_keys or key.partition(".")[0] in fixed:
+        if _is_in(key, (*fixed_keys, *fixed)):
             raise ConfigError(
                 f"{short(folder)} was started with {key}={before} and not {after}: "
                 "resume it with the "
@@ -121,7 +121,12 @@ def note_changes(changed: Mapping[str, tuple[Any, Any]], note: Callable[[str], N
 
 def is_fixed(key: str) -> bool:
     """Whether no resume may change the key."""
-    return key in FIXED_KEYS or key.partition(".")[0] in FIXED_SECTIONS
+    return _is_in(key, (*FIXED_KEYS, *FIXED_SECTIONS))
+
+
+def _is_in(key: str, sections: Iterable[str]) -> bool:
+    """Whether a changed key is one of these keys, or lies in the section that one of them names."""
+    return any(f"{key}.".startswith(f"{section}.") for section in sections)
 
 
 def changes(

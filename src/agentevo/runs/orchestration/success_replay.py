@@ -29,6 +29,7 @@ from agentevo.config import RunConfig
 from agentevo.runtime.retry import STORE_RETRY_S, with_retries
 from agentevo.runtime.seeds import derive_seed
 from agentevo.store.store import Store
+from agentevo.training.batching.selection import usable
 from agentevo.training.batching.staleness import age_of_oldest
 from agentevo.training.batching.step_plan import StepPlan
 from agentevo.types import Trajectory
@@ -49,6 +50,7 @@ class SuccessReplay:
     def __init__(self, config: RunConfig, store: Store, given_id: Callable[[str], str]) -> None:
         """`given_id`: the id of a played task -> the id of the given task that it repeats."""
         algorithm = config.algorithm
+        self._algorithm = algorithm
         self.max_age = algorithm.replay_max_age_versions
         self._per_group = algorithm.replay_successes
         self._seed = config.run.seed
@@ -100,7 +102,8 @@ class SuccessReplay:
         return replayed, replaced
 
     async def _draw(self, task_id: str, group_id: str, step: int, count: int) -> list[Trajectory]:
-        """At most `count` successes at the task, none with a token that is too old."""
+        """At most `count` successes at the task, none with a token that is too old. A resumed run
+        may leave out attempts that an earlier step has trained on (algorithm.drop_truncated)."""
         buffer = self._buffers.get(self._given_id(task_id), ())
         candidates = [
             success
@@ -117,7 +120,8 @@ class SuccessReplay:
                 within_s=STORE_RETRY_S,
                 what="reading an earlier success",
             )
-            if age_of_oldest(success, trainer_version=step - 1) <= self.max_age:
+            is_usable = bool(usable([success], self._algorithm)[0])
+            if is_usable and age_of_oldest(success, trainer_version=step - 1) <= self.max_age:
                 drawn.append(success)
                 self._used.add(success.id)
 
