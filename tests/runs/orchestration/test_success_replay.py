@@ -159,6 +159,16 @@ def test_a_success_takes_the_place_of_the_first_failure_of_a_group_that_failed(t
     in_store(tmp_path, work)
 
 
+def test_the_failure_with_the_lowest_reward_makes_room(tmp_path):
+    async def work(steps: Steps) -> None:
+        await steps.run(t0=MIXED, t1=FAILED)
+        collected = await steps.run(t0=[-0.2, -0.5, -0.1], t1=MIXED)
+        ids = [t.id for t in collected.trainable if t.task_id == "t0"]
+        assert ids == ["t0/train@2#0", "t0/train@2#2", "t0/train@1#1"]
+
+    in_store(tmp_path, work)
+
+
 def test_only_groups_without_a_success_and_with_another_member_get_one(tmp_path):
     async def work(steps: Steps) -> None:
         await steps.run(t0=MIXED, t1=MIXED)

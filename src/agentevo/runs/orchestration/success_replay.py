@@ -5,7 +5,7 @@ advantages (`algorithm.replay_successes`; ARPO, arXiv 2505.16282, and `apply_rep
     buffer of a task at step s = its newest replay_per_task successes on which the steps
                                  s - replay_max_age to s - 1 have trained
     in a group of n failures: min(replay_successes, n - 1) successes, drawn from the buffer without
-    repetition, take the place of the first failures
+    repetition, take the place of the failures with the lowest rewards, the first of several
 
 A replayed attempt keeps its tokens, log-probs and versions, so its ratio is to the policy that
 sampled it. (ARPO's code recomputes them with the present policy, which hides the difference.) None
@@ -97,7 +97,8 @@ class SuccessReplay:
             count = min(self._per_group, len(members) - 1)
             successes = await self._draw(members[0].task_id, group_id, step, count)
             replayed += [replace(success, group_id=group_id) for success in successes]
-            replaced += [member.id for member in members[: len(successes)]]
+            weakest = sorted(members, key=lambda member: member.reward)
+            replaced += [member.id for member in weakest[: len(successes)]]
 
         return replayed, replaced
 
