@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from browser_site import wait_for_no_process
 
-from agentevo.environments.browser import MiniWobConfig, MiniWobEnvironment
+from agentevo.environments.browser import MiniWobConfig, MiniWobEnvironment, close_browsers
 from agentevo.environments.browser.miniwob import SOLVED, html_folder
 from agentevo.errors import MissingExtraError, UnknownNameError
 
@@ -93,6 +94,19 @@ def test_a_page_whose_episode_did_not_end_is_not_used_again() -> None:
     assert environment.session.page is not page
     assert page.is_closed()
     environment.close()
+
+
+def test_pages_that_wait_for_an_episode_end_with_the_browser() -> None:
+    config = MiniWobConfig(task="click-test", max_actions=1, reuse_pages=True)
+    for _ in range(2):
+        environments = [MiniWobEnvironment(config) for _ in range(3)]
+        for environment in environments:
+            environment.reset(seed=1)
+            environment.step("click 0 0")
+        for environment in environments:
+            environment.close()
+        close_browsers()
+        wait_for_no_process()
 
 
 def test_players_and_names() -> None:

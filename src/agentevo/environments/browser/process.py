@@ -59,8 +59,8 @@ LAUNCH_S = 120.0
 CLOSE_S = 10.0
 """The longest orderly end of a page or of Chromium, in seconds. After that it is killed."""
 STOP_S = 5 * CLOSE_S
-"""The longest end of Chromium: idle pages close, it closes, Playwright's driver closes, what is
-left is killed, and the files are deleted."""
+"""The longest end of Chromium: it closes, Playwright's driver and idle pages close, what is left
+is killed, and the files are deleted."""
 POLL_S = 0.05
 PREFIX = "agentevo-browser-"
 MAX_PLACE = 61
@@ -251,13 +251,7 @@ class BrowserProcess:
         await in_thread(self._remove, processes, tuple(self._folders))
 
     async def _shut_down(self) -> None:
-        """The orderly end of the idle pages, of Chromium and of Playwright's driver."""
-        pages = [page for kept in self._idle.values() for page in kept]
-        self._idle.clear()
-        with suppress(TimeoutError):  # they end with Chromium
-            async with asyncio.timeout(CLOSE_S):
-                await asyncio.gather(*(page.close() for page in pages), return_exceptions=True)
-
+        """The orderly end of Chromium, of Playwright's driver, and of what idle pages have here."""
         browser, playwright = self._browser, self._playwright
         self._browser = self._playwright = None
         for item, end in ((browser, "close"), (playwright, "stop")):
@@ -265,6 +259,12 @@ class BrowserProcess:
                 with suppress(TimeoutError, driver_error()):  # a dead one has nothing to end
                     async with asyncio.timeout(CLOSE_S):
                         await getattr(item, end)()
+
+        pages = [page for kept in self._idle.values() for page in kept]
+        self._idle.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.gather(*(page.close() for page in pages), return_exceptions=True)
 
     def _remove(self, processes: list[psutil.Process], folders: tuple[Path, ...]) -> None:
         """Kills processes and deletes their files, into which they may write until they have
