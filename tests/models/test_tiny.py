@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from agentevo.config import ModelSection, TinyModel
+from agentevo.config import ModelSection, TinyModel, VisionSection
 from agentevo.environments.drawing import empty_cell, grid_png
-from agentevo.models.files.load import load_model
+from agentevo.errors import ModelError
+from agentevo.models.files.load import LoadedModel, load_model
 from agentevo.models.tiny import make_tiny
 from agentevo.models.tiny_tokenizer import CHARACTERS, TAGS, byte_tokenizer, word_tokenizer
 from agentevo.models.token_rows import banned_tokens
@@ -193,6 +194,20 @@ def test_a_policy_that_sees_reads_an_image_as_tokens() -> None:
     features = "<|image_pad|>" * 6
     assert text == f"<|user|>Walk to G<|vision_start|>{features}<|vision_end|><|end|><|assistant|>"
     assert set(banned_tokens(loaded.model)) == loaded.processor.vision_ids
+
+
+def test_a_policy_that_sees_scales_images_to_the_limits_of_the_recipe() -> None:
+    def read(**limits: int) -> LoadedModel:
+        vision = VisionSection(**limits)
+        section = ModelSection(name="tiny", device="cpu", tiny=SEEING, vision=vision)
+        return load_model(section, corpus=lambda: CORPUS)
+
+    picture = image_file(grid_png([empty_cell(16, (9, 99, 200))] * 6, 3), "image/png")
+    processors = [read().processor, read(max_pixels=512).processor]
+    lengths = [p.count_features(p.process(picture)) for p in processors if p is not None]
+    assert lengths == [6, 1]
+    with pytest.raises(ModelError, match=r"at least 256 and at most 128 pixels: set both"):
+        read(max_pixels=128)
 
 
 def test_a_policy_that_sees_turns_visibly_from_column_to_column() -> None:

@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase, Qwen2VLConfig, Qwen2VLForCondi
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from agentevo.models.tiny_tokenizer import IMAGE_TOKENS
-from agentevo.models.vision.processor import VisionProcessor
+from agentevo.models.vision.processor import VisionProcessor, check_size
 
 if TYPE_CHECKING:
-    from agentevo.config import TinyModel
+    from agentevo.config import ModelSection, TinyModel
 
 PATCH_PIXELS = 8
 MERGE = 2
@@ -87,12 +87,16 @@ def make_tiny_vision(
         return Qwen2VLForConditionalGeneration(config)
 
 
-def tiny_processor(tiny: TinyModel, tokenizer: PreTrainedTokenizerBase) -> VisionProcessor:
-    """The policy's processor."""
-    side = PATCH_PIXELS * MERGE
+def tiny_processor(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> VisionProcessor:
+    """The policy's processor. Raises ModelError for a size of images that can't be."""
+    limits = section.vision
     image_processor = Qwen2VLImageProcessorPil(
         patch_size=PATCH_PIXELS,
         merge_size=MERGE,
-        size={"shortest_edge": side**2, "longest_edge": MAX_PIXELS},
+        size={
+            "shortest_edge": limits.min_pixels or (PATCH_PIXELS * MERGE) ** 2,
+            "longest_edge": limits.max_pixels or MAX_PIXELS,
+        },
     )
-    return VisionProcessor(tokenizer, image_processor, tiny_vision_config(tiny, tokenizer))
+    check_size(image_processor)
+    return VisionProcessor(tokenizer, image_processor, tiny_vision_config(section.tiny, tokenizer))

@@ -147,7 +147,7 @@ def test_sizes_of_images_are_saved(folders: Any, tmp_path: Path) -> None:
     assert processor_in(load_seeing(saved)).fingerprint == processors[1].fingerprint
     assert processors[0].fingerprint != processors[1].fingerprint
 
-    with pytest.raises(ModelError, match=r"at least 64 and at most 32 pixels: set both keys"):
+    with pytest.raises(ModelError, match=r"at least 64 and at most 32 pixels: set both"):
         load_seeing(folder, vision=VisionSection(max_pixels=32))
     with pytest.raises(ModelError, match=r"models of the family llava scale every image"):
         load_seeing(folders("llava"), vision=VisionSection(max_pixels=64))

@@ -288,6 +288,14 @@ class PageEnvironment(TextEnvironment):
         """The value of a JavaScript expression in the page, see `PageSession.evaluate`."""
         return self.call(lambda: self.session.evaluate(expression, world))
 
+    async def open_page(self, seed: int) -> None:
+        """Opens the page of an episode, on the browser's loop."""
+        await self.session.open(seed)
+
+    async def end_page(self, session: PageSession) -> None:
+        """Ends the page of an episode, on the browser's loop."""
+        await session.close()
+
     async def begin(self, seed: int) -> None:
         """Prepares the page that was just opened, on the browser's loop."""
 
@@ -311,7 +319,7 @@ class PageEnvironment(TextEnvironment):
         return observation, self._info(started, valid=True, effective=False, success=False)
 
     async def _open(self) -> Any:
-        await self.session.open(self._seed)
+        await self.open_page(self._seed)
         await self.begin(self._seed)
         task = self.task_instruction
         observation, _ = await self._look([f"Task: {task}"] if task else [])
@@ -386,7 +394,7 @@ class PageEnvironment(TextEnvironment):
         self._running = False
         session, self._session = self._session, None
         if session is not None:
-            self._browser.call(session.close, CLOSING_S)
+            self._browser.call(lambda: self.end_page(session), CLOSING_S)
 
 
 @environments.register("browser")

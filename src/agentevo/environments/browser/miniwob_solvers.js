@@ -31,12 +31,14 @@
     return center(wrong ? wrong.querySelector("input") : one(button));
   };
 
+  const textKind = (shape) => (/\d/.test(shape.textContent) ? "digit" : "letter");
+  const shapeName = (shape) =>
+    ({ rect: "rectangle", circle: "circle", polygon: "triangle" })[shape.tagName];
   const fitsShape = (shape) => {
-    const name = { rect: "rectangle", circle: "circle", polygon: "triangle" }[shape.tagName];
-    const isText = shape.tagName === "text";
-    const height = isText ? parseFloat(shape.getAttribute("font-size")) : shape.getBBox().width;
+    const name = shapeName(shape);
+    const height = name ? shape.getBBox().width : parseFloat(shape.getAttribute("font-size"));
     const size = height > 0.87 * shapes.MAX_SIZE ? "large" : "small";
-    const kind = !isText ? "shape" : /\d/.test(shape.textContent) ? "digit" : "letter";
+    const kind = name ? "shape" : textKind(shape);
     const traits = [size, shape.getAttribute("fill"), kind, "item", name ?? shape.textContent];
     return words().replace("Click on a ", "").split(" ").every((word) => traits.includes(word));
   };
@@ -56,6 +58,10 @@
     "click-link": () => withText("#area .alink", quoted()[0]),
     "click-tab": () => withText("#area ul a", words().match(/Tab #\d/)[0]),
     "click-shape": () => center(all("#area_svg > *").find(fitsShape)),
+    "identify-shape": () => {
+      const shape = one("#area_svg > *");
+      return center(one(`#area-buttons [data-type="${shapeName(shape) ?? textKind(shape)}"]`));
+    },
     "grid-coordinate": () => center(document.getElementById(words().match(/\(.*\)/)[0])),
     "focus-text": () => center(one("#tt")),
     "focus-text-2": () => center(one(`#tt${words().match(/\d/)[0]}`)),

@@ -136,7 +136,7 @@ class PageSession:
         self._context: BrowserContext | None = None
         self._page: Page | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._gate = HostGate(permissions, self.events.record_blocked)
+        self._gate = HostGate(permissions, lambda place: self.events.record_blocked(place))
 
     @property
     def page(self) -> Page:
@@ -193,6 +193,27 @@ class PageSession:
                 f"the page {settings.url} can't be opened: {first_line(error)}"
             ) from error
         await self._unless_broken(self.settle())
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether this is still the only window, with the document of the start URL."""
+        return (
+            self._context is not None
+            and self._page is not None
+            and self._context.pages == [self._page]
+            and self._page.url == self._settings.url
+            and not self.events.broken.is_set()
+        )
+
+    async def restart(self) -> None:
+        """Makes the open document ready for another episode: no events, no focus, at the top, and
+        the mouse in the corner."""
+        self.events = PageEvents()
+        self.last_click = None
+        await self._unless_broken(self.page.mouse.move(0, 0))
+        await self._unless_broken(
+            self._evaluate_isolated("document.activeElement?.blur(), scrollTo(0, 0)")
+        )
 
     async def close(self) -> None:
         """Closes the context and its gate."""

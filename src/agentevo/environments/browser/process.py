@@ -25,7 +25,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Hashable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import psutil
 
@@ -58,9 +58,9 @@ LAUNCH_S = 120.0
 """The longest start of Chromium, in seconds."""
 CLOSE_S = 10.0
 """The longest orderly end of a page or of Chromium, in seconds. After that it is killed."""
-STOP_S = 4 * CLOSE_S
-"""The longest end of Chromium: it closes, Playwright's driver closes, what is left is killed, and
-the files are deleted."""
+STOP_S = 5 * CLOSE_S
+"""The longest end of Chromium: it closes, Playwright's driver and idle pages close, what is left
+is killed, and the files are deleted."""
 POLL_S = 0.05
 PREFIX = "agentevo-browser-"
 MAX_PLACE = 61
@@ -116,6 +116,12 @@ Environ = dict[str, str | float | bool]
 """Variables of a process's environment."""
 
 
+class IdlePage(Protocol):
+    """An open page that waits for its next episode."""
+
+    async def close(self) -> None: ...
+
+
 class BrowserProcess:
     """Chromium, which starts at the first page and starts again after a crash. Use
     `shared_browser`."""
@@ -128,6 +134,7 @@ class BrowserProcess:
         self._playwright: Playwright | None = None
         self._browser: Browser | None = None
         self._starting = asyncio.Lock()
+        self._idle: dict[object, list[IdlePage]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="browser", daemon=True)
         self._thread.start()
@@ -187,6 +194,15 @@ class BrowserProcess:
             return  # its Chromium has ended
         except TimeoutError:
             await in_thread(self._kill)
+
+    def keep_page(self, kind: object, page: IdlePage) -> None:
+        """Keeps an open page for a later episode of this kind. Call it on the loop."""
+        self._idle.setdefault(kind, []).append(page)
+
+    def take_page(self, kind: object) -> IdlePage | None:
+        """A page that was kept, if there is one. Call it on the loop."""
+        pages = self._idle.get(kind)
+        return pages.pop() if pages else None
 
     async def _restart(self) -> Browser:
         await self._stop()
@@ -255,7 +271,7 @@ class BrowserProcess:
         await in_thread(self._remove, processes, tuple(self._folders))
 
     async def _shut_down(self) -> None:
-        """The orderly end of Chromium and of Playwright's driver."""
+        """The orderly end of Chromium, of Playwright's driver, and of what idle pages have here."""
         browser, playwright = self._browser, self._playwright
         self._browser = self._playwright = None
         for item, end in ((browser, "close"), (playwright, "stop")):
@@ -263,6 +279,12 @@ class BrowserProcess:
                 with suppress(TimeoutError, driver_error()):  # a dead one has nothing to end
                     async with asyncio.timeout(CLOSE_S):
                         await getattr(item, end)()
+
+        pages = [page for kept in self._idle.values() for page in kept]
+        self._idle.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.gather(*(page.close() for page in pages), return_exceptions=True)
 
     def _remove(self, processes: list[psutil.Process], folders: tuple[Path, ...]) -> None:
         """Kills processes and deletes their files, into which they may write until they have
@@ -306,7 +328,7 @@ class BrowserProcess:
         processes = self._processes()
         future = asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
         with suppress(TimeoutError):
-            future.result(2 * CLOSE_S + GRACE_S)
+            future.result(3 * CLOSE_S + GRACE_S)
         self._remove(processes, tuple(self._folders))
 
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -153,7 +153,7 @@ def _with_processor(loaded: LoadedModel, section: ModelSection, folder: Path | N
             freeze_parts(loaded.model, section.vision.frozen)
         return loaded
     if section.name == "tiny" and section.tiny.vision:
-        return _connect(loaded, tiny_processor(section.tiny, loaded.tokenizer), section)
+        return _connect(loaded, tiny_processor(section, loaded.tokenizer), section)
 
     if folder is None or not has_tower(loaded.model) or not has_image_processor(folder):
         for key in section.vision.chosen:

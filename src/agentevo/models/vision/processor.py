@@ -358,18 +358,22 @@ def load_processor(
 def _check_limits(family: str, chosen: Mapping[str, int], image_processor: Any) -> None:
     """Raises ModelError for a family that does not scale images to a number of pixels, and for
     limits that contradict each other."""
-    names = ", ".join(f"model.vision.{name}" for name in chosen)
     if family != "qwen":
+        names = ", ".join(f"model.vision.{name}" for name in chosen)
         raise ModelError(
             f"{names}: models of the family {family} scale every image to their own size: remove "
             "it, or choose a Qwen model"
         )
+    check_size(image_processor)
 
+
+def check_size(image_processor: Any) -> None:
+    """Raises ModelError if the limits of a Qwen model's images contradict each other."""
     size = image_processor.size
     if size["shortest_edge"] > size["longest_edge"]:
         raise ModelError(
-            f"{names}: images would have at least {size['shortest_edge']} and at most "
-            f"{size['longest_edge']} pixels: set both keys"
+            f"model.vision: images would have at least {size['shortest_edge']} and at most "
+            f"{size['longest_edge']} pixels: set both min_pixels and max_pixels"
         )
 
 

@@ -141,7 +141,7 @@ def chat_of_recipe(config: RunConfig) -> tuple[ChatFormat, int]:
         if tiny.vision:  # images need torch
             from agentevo.models.tiny_vision import tiny_processor
 
-            processor = tiny_processor(tiny, own_tokenizer)
+            processor = tiny_processor(config.model, own_tokenizer)
         return ChatFormat(own_tokenizer, processor=processor), tiny.context_length
 
     folder = fetch(config.model.name, None)
