@@ -68,6 +68,7 @@ def test_every_key_is_allowed_or_refused() -> None:
         ({"rollout": {"engine_urls": ["http://10.0.0.1"]}}, "rollout.engine_urls"),
         ({"rollout": {"weights": {"url": "file:///etc"}}}, "rollout.weights"),
         ({"rollout": {"samplers": 1000}}, "rollout.samplers"),
+        ({"algorithm": {"replay_successes": 1}}, "algorithm.replay_successes"),
         ({"model": {"config_overrides": {"_attn_implementation": "a/b"}}}, "_attn_implementation"),
         ({"model": {"lora": {"rank": 4, "targets": "(a+)+$"}}}, "model.lora.targets"),
         ({"model": {"lora": {"rank_pattern": {"(a+)+$": 2}}}}, "model.lora.rank_pattern"),

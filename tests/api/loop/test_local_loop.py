@@ -249,6 +249,7 @@ def test_a_broken_rollout_is_said_at_once(tmp_path):
     [
         ({"environment": {"type": "coins"}}, "environment: the program plays"),
         ({"rollout": {"samplers": 1}}, "rollout.samplers"),
+        ({"algorithm": {"replay_successes": 1}}, "algorithm.replay_successes: the program chooses"),
         (
             {"algorithm": "remax", "agents": {"solver": {}}},
             "algorithm.name=remax: not supported in a run",

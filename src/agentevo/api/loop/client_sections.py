@@ -151,10 +151,14 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
 name."""
 _ONE_PROCESS = "a server samples and trains in a single process"
 _NO_FILE = "a server does not use files that a client names"
+_NO_REPLAY = "the program chooses the attempts of its groups"
 REFUSED: Mapping[str, str] = {
     "algorithm.advantage_function": "a server runs no code of a client's",
     "algorithm.credit": "a server runs no code of a client's",
     "algorithm.loss_function": "a server runs no code of a client's",
+    "algorithm.replay_max_age": _NO_REPLAY,
+    "algorithm.replay_per_task": _NO_REPLAY,
+    "algorithm.replay_successes": _NO_REPLAY,
     "engine.options.start_timeout_s": "the server says how long an engine may take to start",
     "model.lora.adapter": _NO_FILE,
     "rollout.engine_secret": _ONE_PROCESS,

@@ -508,6 +508,11 @@ def check_loop(config: RunConfig, *, resume: bool) -> None:
         (config.data.given, "data", "the program submits the training data"),
         (config.cold_start.episodes > 0, "cold_start", "there is no environment to demonstrate"),
         (config.evaluation.stop_after > 0, "evaluation.stop_after", "the program evaluates"),
+        (
+            config.algorithm.replay_successes > 0,
+            "algorithm.replay_successes",
+            "the program chooses the attempts of its groups",
+        ),
         (config.distillation.enabled, "distillation", "no teacher scores submitted attempts"),
         (config.profile.enabled, "profile", "the program's own time is not part of a step"),
     ):
