@@ -61,8 +61,8 @@ class GymnasiumView(NamedTuple):
         """The view after the reason why the last action was invalid, which may be empty."""
         text = f"{problem}\n{self.text}" if problem else self.text
         if self.form is not None:
-            told = [{"type": "text", "text": f"{problem}\n"}] if problem else []
-            return [*told, *blocks_of(read_observation(self.form, "step"))]
+            reason = [{"type": "text", "text": f"{problem}\n"}] if problem else []
+            return [*reason, *blocks_of(read_observation(self.form, "step"))]
         return Observation(text, list(self.images)) if self.images else text
 
 

@@ -189,6 +189,14 @@ class Scheduler:
         if self.routing is not None:
             self.routing.keep(request.session, sequence)
 
+        # Room for its keys and values outside is kept free from now on.
+        room = _round_up(sequence.cached - sequence.offset)
+        if self.memory_tokens() + room > self.kv_tokens:
+            self._save(sequence)
+            if not self._make_spare(room):
+                self.retire(sequence)
+                return
+
         sequence.last_used = self._tick()
         self.sessions[request.session] = sequence
 
@@ -288,11 +296,10 @@ class Scheduler:
         return _round_up(tokens)
 
     def _tokens_outside(self) -> int:
-        """Tokens of shared prefixes, and of idle sessions without a slot."""
+        """Tokens of shared prefixes and of idle sessions. Those that still are in a slot count too,
+        so that they can leave it at any time."""
         shared = sum(self._size(length) * len(group) for length, group in self.segments.items())
-        return shared + sum(
-            self._size(s.cached - s.offset) for s in self.sessions.values() if s.slot < 0
-        )
+        return shared + sum(self._size(s.cached - s.offset) for s in self.sessions.values())
 
     def _match(
         self, version: int | None, ids: list[int], known_prefix: KnownPrefix | None = None
@@ -434,13 +441,10 @@ class Scheduler:
         slot = idle.slot if idle.slot >= 0 else self._take_slot(need)
         if slot is None:
             self.sessions[request.session] = idle
-            if self.running:
-                if not self._make_spare(0):
-                    self._evict(request.session)
-                return False
-
-            self._evict(request.session)  # no request will leave: begin again instead of waiting
-            return self._place(request)
+            if not self.running:  # no request will leave: drop the cache instead of waiting forever
+                self._evict(request.session)
+                return self._place(request)
+            return False
 
         if idle.saved is not None:
             self.cache.paste(slot, idle.saved, keep - idle.offset)
@@ -459,23 +463,18 @@ class Scheduler:
 
     def _take_slot(self, need: int) -> int | None:
         """A free slot with room for `need` tokens. None if there is not enough memory now."""
-        while self._make_room(extra=1, capacity=need):
-            used = {s.slot for s in (*self.running, *self.sessions.values())}
-            free = next((slot for slot in range(self.cache.num_slots) if slot not in used), None)
-            if free is not None:
-                return free
+        if not self._make_room(extra=1, capacity=need):
+            return None
 
-            in_slots = [name for name, sequence in self.sessions.items() if sequence.slot >= 0]
-            oldest = min(in_slots, key=lambda name: self.sessions[name].last_used)
-            self._save(self.sessions[oldest])
-            if not self._make_spare(0):
-                self._evict(oldest)
+        in_slots = [idle for idle in self.sessions.values() if idle.slot >= 0]
+        if len(self.running) + len(in_slots) == self.cache.num_slots:
+            self._save(min(in_slots, key=lambda idle: idle.last_used))
 
-        return None
+        used = {s.slot for s in (*self.running, *self.sessions.values())}
+        return next(slot for slot in range(self.cache.num_slots) if slot not in used)
 
     def _save(self, idle: Sequence) -> None:
-        """Copies the keys and values of an idle session out of its slot. The caller then keeps the
-        memory within the budget."""
+        """Copies the keys and values of an idle session out of its slot."""
         idle.saved = self.cache.cut(idle.slot, idle.cached - idle.offset)
         idle.slot = -1
 
@@ -533,7 +532,6 @@ class Scheduler:
     def _shrink(self, spare: int) -> bool:
         """Frees unused slots until `spare` tokens of the budget are unused; False if the running
         sequences need them."""
-        self._save_all()
         num_slots = len(self.running)
         places = _round_up(max((s.need for s in self.running), default=1))
         room = self.kv_tokens - self._tokens_outside() - spare
@@ -553,7 +551,6 @@ class Scheduler:
     def _resize(self, extra: int, capacity: int) -> bool:
         """Creates new buffers for the running sequences and `extra` more, within the budget. Adds
         room to grow if it fits."""
-        self._save_all()
         budget = self.kv_tokens - self._tokens_outside()
         num_slots = len(self.running) + extra
         least = _round_up(max([capacity, *(s.need for s in self.running)]))
@@ -573,13 +570,11 @@ class Scheduler:
 
         return True
 
-    def _save_all(self) -> None:
-        """Copies all idle sessions out of their slots, before the slots move."""
+    def _move(self, num_slots: int, capacity: int) -> None:
         for idle in self.sessions.values():
             if idle.slot >= 0:
                 self._save(idle)
 
-    def _move(self, num_slots: int, capacity: int) -> None:
         moved = self.cache.resize(
             num_slots, capacity, [(s.slot, s.cached - s.offset) for s in self.running]
         )
